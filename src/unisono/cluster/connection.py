@@ -1,0 +1,163 @@
+"""A worker's connection to its run: identity, store, where everybody is, and the end of the run.
+
+The same for a worker of `unisono run`, of torchrun, and for one alone. It moves no tensors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch.distributed import Store
+
+from unisono.cluster.environment import Environment
+from unisono.cluster.failure import Failure, describe_exception
+from unisono.cluster.position import USER_CODE, Position
+from unisono.cluster.watchdog import Board, Watchdog
+from unisono.errors import UsageError
+
+LOOPBACK = "127.0.0.1"
+
+
+class Link(Board, Protocol):
+    """What connects a worker with the others: a `Board`, a store, and words for the end."""
+
+    @property
+    def store(self) -> Store:
+        """The store of the run."""
+
+    @property
+    def flags(self) -> Mapping[str, Any]:
+        """What the command line said."""
+
+    def when_stopped(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from any thread when `stop_reason` may have changed, where that can be known."""
+
+    def report(self, failure: Failure) -> None:
+        """Tell the others and the launcher that this worker failed."""
+
+    def close(self) -> None:
+        """Leave the run in order."""
+
+
+class Connection:
+    """One worker's membership in a run, from `connect` to `close`; a context manager.
+
+    Attributes:
+        environment: identity of this worker.
+        rank: number of this worker.
+        world_size: number of workers.
+        local_rank: number of this worker on its host.
+        local_world_size: number of workers on its host.
+        run_id: name of the run.
+        address: the local address on which other workers of the run reach this one; loopback on one host.
+        store: the run's store, for a rendezvous; None when alone.
+        flags: settings given on the command line of `unisono run`, only those given: ``backend``,
+            ``step_timeout_s``, ``threads_per_worker``, ``allow_idle``.
+    """
+
+    def __init__(self, environment: Environment, link: Link | None, *, step_timeout_s: float) -> None:
+        self.environment = environment
+        self.rank = environment.rank
+        self.world_size = environment.world_size
+        self.local_rank = environment.local_rank
+        self.local_world_size = environment.local_world_size
+        self.run_id = environment.run_id
+        self.address = _address(environment)
+        self.store: Store | None = None if link is None else link.store
+        self.flags: dict[str, Any] = {} if link is None else dict(link.flags)
+        self._link = link
+        self._watchdog: Watchdog | None = None
+        self._closed = False
+        if link is not None:
+            timeout_s = float(self.flags.get("step_timeout_s", step_timeout_s))
+            self._watchdog = Watchdog(link, rank=self.rank, timeout_s=timeout_s, stop_fd=environment.stop_fd)
+            link.when_stopped(self._watchdog.wake)
+            self._watchdog.start()
+        # A script that forgets to close is no failure: the others learn that it left in order.
+        atexit.register(self.close)
+
+    def enter(self, operation: str, step: int) -> None:
+        """Note that the main thread now does `operation` of `step`. Its deadline starts. Under 1 us."""
+        if self._watchdog is not None:
+            self._watchdog.position = Position(operation, step, time.monotonic())
+
+    def leave(self) -> None:
+        """Note that the main thread is back in user code. Under 1 us."""
+        if self._watchdog is not None:
+            step = self._watchdog.position.step
+            self._watchdog.position = Position(USER_CODE, step, time.monotonic())
+
+    def on_abort(self, callback: Callable[[Exception], None]) -> None:
+        """Call `callback(reason)` once, from a background thread, when every wait of this worker must end.
+
+        That is when the launcher stops the run, a worker is known to be lost, this worker got SIGTERM, or the
+        operation it is in exceeded the deadline. If that was before, it is called here and now.
+        """
+        if self._watchdog is not None:
+            self._watchdog.on_abort(callback)
+
+    def fail(self, error: BaseException, step: int) -> None:
+        """Report that this worker failed with `error` at `step` (-1: before the first). Never raises."""
+        if self._link is not None and not self._closed:
+            self._link.report(describe_exception(error, rank=self.rank, step=step))
+
+    def close(self) -> None:
+        """Leave the run in order. Others notice nothing but that this worker is done."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if self._link is not None:
+            self._link.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def connect(environment: Environment, step_timeout_s: float = 1800.0) -> Connection:
+    """Join the run that `environment` names.
+
+    Args:
+        environment: from `unisono.cluster.environment.detect`.
+        step_timeout_s: how long one operation of a step may wait for others; the command line's value wins.
+
+    Raises:
+        UsageError: `step_timeout_s` is not positive.
+        TransportError: the launcher or torchrun's store does not answer.
+    """
+    return Connection(environment, _link(environment, step_timeout_s), step_timeout_s=step_timeout_s)
+
+
+def _link(environment: Environment, step_timeout_s: float) -> Link | None:
+    if not step_timeout_s > 0:
+        raise UsageError(f"step_timeout_s={step_timeout_s}: expected a positive number of seconds")
+    if environment.kind == "launcher":
+        from unisono.cluster.client import ControlLink
+
+        return ControlLink(environment)
+    if environment.kind == "torchrun":
+        from unisono.cluster.torchrun import TorchrunLink
+
+        return TorchrunLink(environment, step_timeout_s=step_timeout_s)
+    return None
+
+
+def _address(environment: Environment) -> str:
+    if environment.master_addr is None or environment.local_world_size == environment.world_size:
+        return LOOPBACK
+    # The address from which the master is reached is one that the other hosts can route to.
+    family, _, _, _, target = socket.getaddrinfo(
+        environment.master_addr, environment.master_port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,74 @@
+"""What a worker says when it fails, and which of several failures is the one to show. Pure."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from enum import IntEnum
+
+import msgspec
+
+from unisono.errors import DeadlineError, TransportError
+
+_TEXT_LIMIT = 200_000
+
+
+class Kind(IntEnum):
+    """How much a failure explains; the smallest explains most."""
+
+    RAISED = 0  # an exception of user code, or of ours that is not about others
+    KILLED = 1  # a signal, or an exit without a word
+    EXITED = 2  # sys.exit(code)
+    DEADLINE = 3  # waited for others in vain
+    CONSEQUENCE = 4  # others were gone
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """How a worker failed.
+
+    Args:
+        rank: the worker.
+        step: its step, -1 before the first.
+        kind: a `Kind`.
+        summary: one line: ``ValueError: row 17``.
+        traceback: text for people, may be empty.
+        exit_code: what a process that fails like this exits with.
+    """
+
+    rank: int
+    step: int
+    kind: int
+    summary: str
+    traceback: str = ""
+    exit_code: int = 1
+
+
+def describe_exception(error: BaseException, *, rank: int, step: int) -> Failure:
+    """Return the failure that an exception is."""
+    last_line = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    text = "".join(traceback.format_exception(error))
+    if len(text) > _TEXT_LIMIT:  # the head names the place in user code, the tail the error
+        text = f"{text[: _TEXT_LIMIT // 2]}\n  [...]\n{text[-_TEXT_LIMIT // 2 :]}"
+    return Failure(rank, step, _kind(error), last_line[0] if last_line else type(error).__name__, text)
+
+
+def choose_primary(failures: Iterable[Failure]) -> Failure:
+    """Return the failure to show: the one that explains most; among equals the first that was reported."""
+    return min(failures, key=lambda failure: failure.kind)
+
+
+def describe_failure(failure: Failure) -> str:
+    """Return one line: ``worker 2 failed at step 3: ValueError: row 17``."""
+    place = f" at step {failure.step}" if failure.step >= 0 else ""
+    return f"worker {failure.rank} failed{place}: {failure.summary}"
+
+
+def _kind(error: BaseException) -> Kind:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, DeadlineError):
+            return Kind.DEADLINE
+        if isinstance(cause, TransportError):
+            return Kind.CONSEQUENCE
+        cause = cause.__cause__
+    return Kind.RAISED
