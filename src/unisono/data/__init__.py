@@ -1,0 +1,1 @@
+"""What is trained on: the order of samples, the global batch and its micro-batches, and their loading."""
