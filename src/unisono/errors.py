@@ -6,6 +6,7 @@
     ├── TransportError       bytes could not be moved
     │   ├── WorkerLostError  a peer is gone: its connection closed
     │   └── DeadlineError    a wait took longer than its deadline; says on whom it waited
+    ├── LoaderError          a loader process of this worker died or was late with its data
     └── JobError             a job started by the launcher failed; carries the first failing worker
 
 This file owns the tree and nothing else; messages are written where the error is found.
@@ -34,6 +35,10 @@ class WorkerLostError(TransportError):
 
 class DeadlineError(TransportError, TimeoutError):
     """A wait took longer than its deadline."""
+
+
+class LoaderError(UnisonoError, RuntimeError):
+    """A loader process of this worker died, or was late with its data."""
 
 
 class JobError(UnisonoError):
