@@ -1,1 +1,67 @@
-"""Data-parallel training with the same weights, bit for bit, on any number of workers."""
+"""Data-parallel training with the same weights, bit for bit, on any number of workers.
+
+Names are imported when they are first used, so that the command line starts without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.cluster.launch import launch
+    from unisono.errors import (
+        DeadlineError,
+        JobError,
+        MismatchError,
+        TransportError,
+        UnisonoError,
+        UsageError,
+        WorkerLostError,
+    )
+    from unisono.fingerprint import fingerprint
+    from unisono.replica import Replica
+    from unisono.run import Run, join
+    from unisono.strategies import Synchronous
+
+_HOMES = {
+    "DeadlineError": "unisono.errors",
+    "JobError": "unisono.errors",
+    "MismatchError": "unisono.errors",
+    "Replica": "unisono.replica",
+    "Run": "unisono.run",
+    "Synchronous": "unisono.strategies",
+    "TransportError": "unisono.errors",
+    "UnisonoError": "unisono.errors",
+    "UsageError": "unisono.errors",
+    "WorkerLostError": "unisono.errors",
+    "fingerprint": "unisono.fingerprint",
+    "join": "unisono.run",
+    "launch": "unisono.cluster.launch",
+}
+
+__all__ = [
+    "DeadlineError",
+    "JobError",
+    "MismatchError",
+    "Replica",
+    "Run",
+    "Synchronous",
+    "TransportError",
+    "UnisonoError",
+    "UsageError",
+    "WorkerLostError",
+    "fingerprint",
+    "join",
+    "launch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

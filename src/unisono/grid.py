@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 from unisono.errors import UsageError
@@ -67,7 +68,7 @@ def cut(num_samples: int, num_micro_batches: int) -> tuple[range, ...]:
     """
     size, larger = divmod(num_samples, num_micro_batches)
     starts = [index * size + min(index, larger) for index in range(num_micro_batches + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
 def tree_sum(leaves: Sequence[T], add: Callable[[T, T], T]) -> T:
@@ -115,6 +116,20 @@ class Assignment:
 def even_shares(num_micro_batches: int, world_size: int) -> tuple[int, ...]:
     """Return how many micro-batches each rank gets when all are equally fast."""
     return tuple(len(part) for part in cut(num_micro_batches, world_size))
+
+
+def scale_shares(num_micro_batches: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Return `shares` scaled so that they add up to the grid, by largest remainder. Pure.
+
+    ``[3, 1]`` over 8 micro-batches is ``(6, 2)``. Needs a positive sum.
+    """
+    total = sum(shares)
+    exact = [divmod(share * num_micro_batches, total) for share in shares]
+    counts = [quotient for quotient, _ in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: (-exact[rank][1], rank))
+    for rank in by_remainder[: num_micro_batches - sum(counts)]:
+        counts[rank] += 1
+    return tuple(counts)
 
 
 def assign(num_micro_batches: int, shares: Sequence[int], *, allow_idle: bool = False) -> Assignment:

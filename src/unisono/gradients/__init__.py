@@ -1,0 +1,1 @@
+"""From gradients of micro-batches to one averaged gradient: buckets, partial sums, buffers, clipping."""

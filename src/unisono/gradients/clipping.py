@@ -1,0 +1,58 @@
+"""Clipping by the norm of the whole reduced gradient, the same bits whoever computes which part.
+
+Sums of squares are formed over blocks of 4,096 elements from each parameter's start; the blocks are then
+added exactly (Shewchuk's algorithm, `math.fsum`), so that neither their order nor a cut between blocks
+matters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+NORM_BLOCK = 4096
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> float:
+    """Return the Euclidean norm of all `gradients` together. Reads each once."""
+    sums = [part for gradient in gradients for part in _sums_of_squares(gradient)]
+    if not sums:
+        return 0.0
+    blocks = torch.cat([part.double() for part in sums]).tolist()
+    return math.sqrt(math.fsum(blocks)) if all(map(math.isfinite, blocks)) else math.nan
+
+
+def clip_by_norm(gradients: list[Tensor], max_norm: float) -> float:
+    """Scale `gradients` so that their common norm is at most `max_norm`. In place.
+
+    Returns:
+        The norm before clipping; nan if any gradient isn't finite, and then nothing is scaled.
+    """
+    norm = gradient_norm(gradients)
+    if norm > max_norm:
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+    return norm
+
+
+def _sums_of_squares(gradient: Tensor) -> list[Tensor]:
+    """Return the sums of squares of the blocks of one gradient, as 1-D tensors."""
+    flat = _flat(gradient)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
+    body = flat[:whole].view(-1, NORM_BLOCK)
+    tail = flat[whole:]
+    return [body.square().sum(1), tail.square().sum().reshape(1)]
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    """Return the elements in the order in which they lie in memory, without a copy where they are dense."""
+    if gradient.is_contiguous():
+        return gradient.view(-1)
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    return gradient.permute(order).reshape(-1)

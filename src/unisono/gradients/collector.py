@@ -1,0 +1,138 @@
+"""Moves gradients from ``p.grad`` into the partial sums of their buckets, micro-batch by micro-batch.
+
+Where a micro-batch starts a sum of its own, each bucket is taken over as soon as its last gradient is there,
+so that no second copy of all gradients comes to exist; where it is added to a neighbour, it waits for the end
+of the backward pass, since a parameter may still receive more (several backward calls, re-entrant
+checkpoints). Where somebody waits for complete buckets they are always taken over at once; a gradient that
+comes later is then reported, and the step has to be done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from unisono.gradients.buckets import Bucket
+from unisono.gradients.partial_sums import PartialSums
+from unisono.grid import Block
+
+
+class GradientCollector:
+    """Collects the gradients of one set of parameters into `buckets`; `close` takes its hooks off again."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], buckets: Sequence[Bucket]) -> None:
+        self._parameters = list(parameters)
+        self._buckets = buckets
+        self._sums = [PartialSums(bucket) for bucket in buckets]
+        self._bucket_of = {slot.index: number for number, b in enumerate(buckets) for slot in b.slots}
+        self._scales = [1.0] * len(buckets)
+        self._views: list[list[Tensor] | None] = [None] * len(buckets)
+        self._slot_of = {slot.index: at for b in buckets for at, slot in enumerate(b.slots)}
+        self._fired = [False] * len(self._parameters)
+        self._missing = [0] * len(buckets)
+        self._leaf: int | None = None
+        self._present: list[bool] = []
+        self._on_complete: Callable[[int], None] | None = None
+        self.fired_late = False
+        self.ready_order: dict[int, None] | None = {}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_step(self, merges: dict[int, int], *, scales: Sequence[float]) -> None:
+        """Start a step.
+
+        Args:
+            merges: what each own micro-batch completes, see `count_merges`.
+            scales: for each bucket a power of two that gradients are multiplied by.
+        """
+        self._scales = list(scales)
+        self.fired_late = False
+        for sums in self._sums:
+            sums.begin(merges)
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        self._leaf = None
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def begin_leaf(self, leaf: int, *, on_complete: Callable[[int], None] | None = None) -> None:
+        """Start one micro-batch. `on_complete` is told each bucket that was taken over, once."""
+        self._leaf, self._on_complete = leaf, on_complete
+        self._fired = [False] * len(self._parameters)
+        self._missing = [len(bucket.slots) for bucket in self._buckets]
+        self._views = [None] * len(self._buckets)
+        self._present = [False] * len(self._parameters)
+
+    def end_leaf(self) -> list[bool]:
+        """Take over what is left; return for each parameter whether this micro-batch has a gradient for it."""
+        for number in range(len(self._buckets)):
+            if self._views[number] is None:
+                self._absorb(number)
+        self._leaf = None
+        return self._present
+
+    def partials(self, bucket: int) -> dict[Block, Tensor]:
+        """Return this worker's partial sums of one bucket, as flat tensors."""
+        return self._sums[bucket].partials()
+
+    def publish(self, bucket: int, total: Tensor, *, present: Sequence[bool]) -> None:
+        """Make ``p.grad`` a view of `total` for each parameter of the bucket that is present, else None."""
+        views = self._sums[bucket].views_of(total)
+        for slot, view in zip(self._buckets[bucket].slots, views, strict=True):
+            self._parameters[slot.index].grad = view if present[slot.index] else None
+
+    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+        if self._leaf is None:
+            return  # a backward of the user's own, outside a step
+        number = self._bucket_of[index]
+        if self._views[number] is not None:
+            self._absorb_late(index, parameter)
+            return
+        if self._fired[index]:
+            return
+        self._fired[index] = True
+        if self.ready_order is not None:
+            self.ready_order.setdefault(index)
+        self._missing[number] -= 1
+        at_once = self._on_complete is not None or self._sums[number].streams(self._leaf)
+        if self._missing[number] == 0 and at_once:
+            self._absorb(number)
+
+    def _absorb(self, number: int) -> None:
+        assert self._leaf is not None
+        slots = self._buckets[number].slots
+        gradients = [self._parameters[slot.index].grad for slot in slots]
+        with torch.no_grad():
+            views = self._sums[number].absorb(self._leaf, gradients, scale=self._scales[number])
+        self._views[number] = views
+        for slot, gradient in zip(slots, gradients, strict=True):
+            self._present[slot.index] = gradient is not None
+            self._parameters[slot.index].grad = None
+        if self._on_complete is not None:
+            self._on_complete(number)
+
+    def _absorb_late(self, index: int, parameter: Tensor) -> None:
+        """Add a further gradient of a parameter whose bucket was taken over already."""
+        number = self._bucket_of[index]
+        views = self._views[number]
+        assert views is not None
+        assert parameter.grad is not None
+        assert self._leaf is not None
+        if self._on_complete is not None or not self._sums[number].streams(self._leaf):
+            self.fired_late = True
+        else:
+            with torch.no_grad():
+                views[self._slot_of[index]].add_(parameter.grad, alpha=self._scales[number])
+        parameter.grad = None

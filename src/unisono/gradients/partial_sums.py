@@ -1,0 +1,145 @@
+"""Sums of own micro-batches' gradients, formed in the order of the tree while the step runs.
+
+For one bucket, a worker goes through its micro-batches in ascending order. As in a binary counter, a finished
+sum is added to its left neighbour in the tree as soon as both exist, so that a block of n micro-batches
+needs floor(log2 n) + 1 buffers at most, the gradients of the running micro-batch included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.errors import UsageError
+from unisono.gradients.buckets import Bucket
+from unisono.grid import Block, parent, root
+
+
+def count_merges(blocks: Iterable[Block], num_micro_batches: int) -> dict[int, int]:
+    """Return, for each own micro-batch, how many additions finishing it makes possible. Pure."""
+    merges = {}
+    for block in blocks:
+        for leaf in range(block.start, block.stop):
+            node, count = Block(leaf, leaf + 1), 0
+            while node not in (block, root(num_micro_batches)):
+                above = parent(node, num_micro_batches)
+                if above.halves()[1] != node:
+                    break
+                node, count = above, count + 1
+            merges[leaf] = count
+    return merges
+
+
+class Flat:
+    """A bucket's buffer together with the views of its slots, which cost a microsecond each to make."""
+
+    def __init__(self, bucket: Bucket, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.views = [slot.view(tensor) for slot in bucket.slots]
+
+
+class PartialSums:
+    """The partial sums of one bucket over one worker's blocks.
+
+    Call `begin`, then `absorb` once for each own micro-batch in ascending order, then read `partials`. Buffers
+    are kept from step to step: a second step allocates nothing.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._free: list[Flat] = []
+        self._stack: list[tuple[Block, Flat]] = []
+        self._others: dict[int, Flat] = {}
+        self._merges: dict[int, int] = {}
+
+    def begin(self, merges: dict[int, int]) -> None:
+        """Start a step in which `merges` (see `count_merges`) says what each own micro-batch completes."""
+        self._free += [flat for _, flat in self._stack]
+        self._stack, self._merges = [], merges
+
+    def streams(self, leaf: int) -> bool:
+        """Whether gradients of `leaf` may go to memory of their own as they come, before all are there."""
+        return self._merges[leaf] == 0
+
+    def absorb(self, leaf: int, gradients: Sequence[Tensor | None], *, scale: float = 1.0) -> list[Tensor]:
+        """Add the gradients of one micro-batch; None counts as +0.0 everywhere.
+
+        Args:
+            leaf: the micro-batch.
+            gradients: one for each slot of the bucket, of the slot's shape.
+            scale: a power of two that all gradients are multiplied by.
+
+        Returns:
+            Views, one for each slot, of the buffer that now holds the sum this micro-batch went into.
+
+        Raises:
+            UsageError: a gradient is sparse.
+        """
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            raise UsageError("sparse gradients are not supported: build the embedding with sparse=False.")
+        merges = self._merges[leaf]
+        if merges == 0:
+            flat = self._take()
+            self._fill(flat, gradients, scale)
+            self._stack.append((Block(leaf, leaf + 1), flat))
+            return flat.views
+        block, flat = self._stack[-1]
+        self._add(flat, gradients, scale)
+        self._stack[-1] = (Block(block.start, leaf + 1), flat)
+        for _ in range(merges - 1):
+            _, right = self._stack.pop()
+            left_block, left = self._stack[-1]
+            left.tensor.add_(right.tensor)
+            self._free.append(right)
+            self._stack[-1] = (Block(left_block.start, leaf + 1), left)
+        return self._stack[-1][1].views
+
+    def partials(self) -> dict[Block, Tensor]:
+        """Return the sum of each own block, a flat tensor of the bucket's size."""
+        return {block: flat.tensor for block, flat in self._stack}
+
+    def views_of(self, tensor: Tensor) -> list[Tensor]:
+        """Return the slots of `tensor`, a flat tensor of this bucket. Free for a tensor seen before."""
+        for _, flat in self._stack:
+            if flat.tensor is tensor:
+                return flat.views
+        address = tensor.data_ptr()
+        if address not in self._others:
+            self._others = {address: Flat(self.bucket, tensor)}
+        return self._others[address].views
+
+    def _take(self) -> Flat:
+        if self._free:
+            return self._free.pop()
+        # Zeros, because the gaps between slots are summed and sent like everything else.
+        bucket = self.bucket
+        return Flat(bucket, torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=bucket.device))
+
+    @staticmethod
+    def _fill(flat: Flat, gradients: Sequence[Tensor | None], scale: float) -> None:
+        views, present = [], []
+        for view, gradient in zip(flat.views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            elif scale != 1.0:
+                torch.mul(gradient, scale, out=view)
+            else:
+                views.append(view)
+                present.append(gradient)
+        if present:
+            torch._foreach_copy_(views, present)
+
+    @staticmethod
+    def _add(flat: Flat, gradients: Sequence[Tensor | None], scale: float) -> None:
+        views, present = [], []
+        for view, gradient in zip(flat.views, gradients, strict=True):
+            if gradient is None:
+                view.add_(0.0)  # turns -0.0 into +0.0, as adding a leaf of zeros does
+            else:
+                views.append(view)
+                present.append(gradient)
+        if present:
+            # The product is exact, so it does not matter whether it is fused with the addition.
+            torch._foreach_add_(views, present, alpha=scale)

@@ -1,0 +1,466 @@
+"""A run as its script sees it: `join` it, hand it model, optimizer and data, and train.
+
+The same script runs alone, under ``unisono run`` and under torchrun; who else takes part changes no result.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from unisono.audit import Audit, AuditSettings
+from unisono.cluster.connection import Connection, connect
+from unisono.cluster.environment import Environment, detect, usable_cores
+from unisono.data.loader import Loader
+from unisono.data.plan import AssignmentPlan
+from unisono.errors import UsageError
+from unisono.evaluation import evaluate
+from unisono.events import Event, Notice, Observer
+from unisono.fingerprint import fingerprint
+from unisono.grid import Assignment, assign, check_shares, even_shares, scale_shares
+from unisono.initial_state import share_initial_state
+from unisono.randomness import derive, seed_all
+from unisono.replica import Replica
+from unisono.strategies import Synchronous
+from unisono.strategies.base import GlobalBatch, LossFunction, Strategy
+from unisono.transport.base import Transport
+from unisono.transport.local import LocalTransport
+from unisono.transport.process_group import ProcessGroupTransport, check_backend
+
+MICRO_BATCHES = 8
+
+
+class Stateful(Protocol):
+    """What can be registered with a run: schedulers, moving averages, counters."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def join(
+    *,
+    seed: int = 0,
+    assignment: str | Sequence[int] = "even",
+    threads_per_worker: int | None = None,
+    step_timeout_s: float | None = None,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    observer: Observer | None = None,
+) -> Run:
+    """Take part in the run that this process was started for; a run of its own if there is none.
+
+    Seeds torch, ``numpy.random`` and ``random``, so that models built afterwards are the same everywhere.
+    Arguments given here win over flags of ``unisono run``.
+
+    Args:
+        seed: of everything random in the run: initial weights, order of samples, dropout, augmentation.
+        assignment: ``"even"``, or a share for each worker, such as ``[3, 1]``. Changes no bit.
+        threads_per_worker: intra-op threads; 1 by default on CPU, where another count gives other bits.
+        step_timeout_s: how long one operation may wait for other workers; half an hour by default.
+        backend: torch's name of what moves tensors; gloo on CPU and nccl on CUDA by default.
+        device: where this worker computes; an accelerator of its own if there is one, else the CPU.
+        observer: is told events; by default notices go to standard error.
+
+    Returns:
+        The run, a context manager.
+
+    Raises:
+        UsageError: an argument has no usable value.
+    """
+    if not -(2**63) <= seed < 2**63:
+        raise UsageError(f"seed={seed}: expected a number that fits 64 bits.")
+    if threads_per_worker is not None and threads_per_worker < 1:
+        raise UsageError(f"threads_per_worker={threads_per_worker}: expected at least 1.")
+    if backend is not None:
+        check_backend(backend)
+    environment = detect()
+    connection = connect(environment, step_timeout_s)
+    flags = connection.flags
+    return Run(
+        connection,
+        seed=seed,
+        assignment=assignment,
+        threads_per_worker=threads_per_worker or flags.get("threads_per_worker"),
+        backend=backend or flags.get("backend"),
+        device=_choose_device(environment, device),
+        observer=observer or _print_notices,
+    )
+
+
+class Run:
+    """A run that this process takes part in; made by `join`.
+
+    Attributes:
+        seed: the run's seed.
+        rank, world_size: of this worker; results don't depend on them.
+        device: where this worker computes.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        seed: int,
+        assignment: str | Sequence[int],
+        threads_per_worker: int | None,
+        backend: str | None,
+        device: torch.device,
+        observer: Observer,
+    ) -> None:
+        self.seed = seed
+        self.rank = connection.rank
+        self.world_size = connection.world_size
+        self.device = device
+        self._connection = connection
+        self._allow_idle = bool(connection.flags.get("allow_idle"))
+        self._assignment = assignment
+        self._observers: list[Observer] = [observer]
+        self._epoch = 0
+        self._replicas: list[Replica] = []
+        self._loaders: list[Loader] = []
+        self._registered: dict[str, Stateful] = {}
+        self._resources = ExitStack()
+        self._closed = False
+        self._audit: Audit | None = None
+        audited = AuditSettings.from_flags(connection.flags)
+        with self._leaving_on_error():
+            check_assignment(assignment, self.world_size)
+            self._resources.enter_context(
+                reproducible(device, threads_per_worker, strict=audited is not None)
+            )
+            self._transport = self._resources.enter_context(self._make_transport(backend))
+            connection.on_abort(self._transport.abort)
+        if audited is not None:
+            self._audit = Audit(audited, self.rank, seed)
+            self._audit.watch(self._replicas)
+            self._observers.append(self._audit)
+        seed_all(derive(seed, "init"), device)
+        self._suggest_more_workers()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker prints and saves; true on exactly one."""
+        return self.rank == 0
+
+    def replicate(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        strategy: Strategy | None = None,
+        clip_norm: float | None = None,
+    ) -> Replica:
+        """Train `model` with all workers; they all start from rank 0's weights.
+
+        *Collective: every rank calls this, in the same order.*
+
+        Args:
+            model: on `device`, built the same way on every worker.
+            optimizer: over the model's parameters, and others if need be.
+            strategy: how tightly workers are coupled; `Synchronous` by default.
+            clip_norm: clip the gradient of every step to this norm.
+
+        Raises:
+            UsageError: a parameter is on another device.
+            MismatchError: workers built different models; names the first difference.
+        """
+        self._connection.enter("sharing of the initial state", -1)
+        share_initial_state(model, optimizer, self._transport, device=self.device)
+        self._connection.leave()
+        replica = Replica(
+            model,
+            optimizer,
+            number=len(self._replicas),
+            strategy=Synchronous() if strategy is None else strategy,
+            clip_norm=clip_norm,
+            transport=self._transport,
+            operations=self._connection,
+            emit=self._emit,
+            before_step=self._before_step,
+            device=self.device,
+            seed=self.seed,
+        )
+        self._replicas.append(replica)
+        return replica
+
+    def load(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        micro_batches: int = MICRO_BATCHES,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Loader:
+        """Cut `dataset` into global batches; iterating yields one epoch of them, in a new order each time.
+
+        Args:
+            dataset: has ``len`` and gives samples by index.
+            batch_size: samples in one global batch, over all workers.
+            micro_batches: M, into how many parts each batch is cut. Part of the run's definition, like the
+                seed; workers share them out.
+            shuffle: draw a new order for each epoch.
+            drop_last: leave out a shorter last batch.
+            num_workers: loader processes of this worker; 0 loads in the worker itself.
+            collate_fn: makes a micro-batch from a list of samples; torch's own by default.
+
+        Raises:
+            UsageError: an argument has no usable value; fewer micro-batches than workers.
+        """
+        if micro_batches < 1:
+            raise UsageError(f"micro_batches={micro_batches}: expected at least 1.")
+        loader = Loader(
+            dataset,
+            batch_size=batch_size,
+            micro_batches=micro_batches,
+            plan=AssignmentPlan(self._assign(micro_batches)),
+            rank=self.rank,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            seed=self.seed,
+            device=self.device,
+            name=f"loader {len(self._loaders)}",
+        )
+        self._loaders.append(loader)
+        return loader
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        dataset: Any,
+        metrics: Any,
+        *,
+        batch_size: int = 256,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Any:
+        """Return metrics over `dataset`, each sample counted once; the same figures at any world size.
+
+        *Collective: every rank calls this, in the same order.* See `unisono.evaluation.evaluate`.
+
+        Args:
+            metrics: a function ``metric(model, micro_batch) -> (mean value, weight)``, or a dict of these
+                and of pairs ``(torchmetrics object, predict)``.
+            batch_size: samples in one forward pass.
+        """
+        self._connection.enter("evaluation", self._step)
+        try:
+            return evaluate(
+                model,
+                dataset,
+                metrics,
+                batch_size=batch_size,
+                transport=self._transport,
+                rank=self.rank,
+                seed=self.seed,
+                device=self.device,
+                collate_fn=collate_fn,
+                num_workers=num_workers,
+            )
+        finally:
+            self._connection.leave()
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Yield the numbers of the epochs still to be done, from where the run stands."""
+        while self._epoch < num_epochs:
+            yield self._epoch
+            self._epoch += 1
+
+    def register(self, name: str, item: Stateful) -> None:
+        """Make `item` part of the run's state, under `name`.
+
+        Raises:
+            UsageError: the name is taken, or `item` has no ``state_dict`` and ``load_state_dict``.
+        """
+        if name in self._registered:
+            raise UsageError(f"register({name!r}): the name is taken; choose another.")
+        if not all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise UsageError(
+                f"register({name!r}): {type(item).__name__} has no state_dict() and load_state_dict()."
+            )
+        self._registered[name] = item
+
+    def fingerprint(self, model: nn.Module) -> str:
+        """Return 16 hex digits that name the exact weights and buffers of `model`."""
+        return fingerprint(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the run needs to go on, at any world size, in the middle of an epoch too."""
+        return {
+            "seed": self.seed,
+            "epoch": self._epoch,
+            "replicas": [replica.state_dict() for replica in self._replicas],
+            "loaders": [loader.state_dict() for loader in self._loaders],
+            "registered": {name: item.state_dict() for name, item in self._registered.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state. Every worker is given the same; replicas, loaders and names must be set up.
+
+        Raises:
+            UsageError: the state is of a run that was set up differently.
+        """
+        self._check_state(state)
+        self._epoch = state["epoch"]
+        for replica, part in zip(self._replicas, state["replicas"], strict=True):
+            replica.load_state_dict(part)
+        for loader, part in zip(self._loaders, state["loaders"], strict=True):
+            loader.load_state_dict(part)
+        for name, item in self._registered.items():
+            item.load_state_dict(state["registered"][name])
+
+    def close(self) -> None:
+        """Leave the run in order; harmless if called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for replica in self._replicas:
+            replica.close()
+        self._resources.close()
+        self._connection.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        ended_well = isinstance(error, SystemExit) and not error.code
+        if error is not None and not ended_well:
+            self._connection.fail(error, self._step)
+        self.close()
+
+    @property
+    def _step(self) -> int:
+        return max((replica.num_steps for replica in self._replicas), default=-1)
+
+    def _before_step(self, replica: Replica, batch: GlobalBatch, loss_fn: LossFunction) -> LossFunction:
+        return loss_fn if self._audit is None else self._audit.before_step(replica, batch, loss_fn)
+
+    def _emit(self, event: Event) -> None:
+        for observer in self._observers:
+            observer(event)
+
+    def _make_transport(self, backend: str | None) -> Transport:
+        if self.world_size == 1:
+            return LocalTransport(device=self.device)
+        assert self._connection.store is not None
+        return ProcessGroupTransport(
+            self._connection.store,
+            self.rank,
+            self.world_size,
+            backend=backend or ("nccl" if self.device.type == "cuda" else "gloo"),
+            device=self.device,
+            hostname=self._connection.address,
+        )
+
+    @contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._connection.fail(error, -1)
+            self.close()
+            raise
+
+    def _assign(self, micro_batches: int) -> Assignment:
+        if isinstance(self._assignment, str):
+            shares = even_shares(micro_batches, self.world_size)
+        else:
+            shares = scale_shares(micro_batches, self._assignment)
+        return assign(micro_batches, shares, allow_idle=self._allow_idle)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        for what, expected, found in (
+            ("seed", self.seed, state["seed"]),
+            ("number of replicas", len(self._replicas), len(state["replicas"])),
+            ("number of loaders", len(self._loaders), len(state["loaders"])),
+            ("registered names", sorted(self._registered), sorted(state["registered"])),
+        ):
+            if expected != found:
+                raise UsageError(
+                    f"the state is of another run: its {what} is {found}, this run's {expected}. Set the run "
+                    f"up as it was before loading."
+                )
+
+    def _suggest_more_workers(self) -> None:
+        """Say once how to use cores that lie idle."""
+        script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
+        alone = self._connection.environment.kind == "alone" and self.device.type == "cpu"
+        if not alone or script is None or not script.is_file():
+            return
+        cores, threads = usable_cores(), torch.get_num_threads()
+        if cores >= 2 * threads:
+            command = shlex.join(["unisono", "run", "-n", str(cores // threads), *sys.argv])
+            self._emit(Notice(f"1 worker on {threads} of {cores} usable cores; to use them: {command}"))
+
+
+def check_assignment(assignment: str | Sequence[int], world_size: int) -> None:
+    """Raise a `UsageError` unless `assignment` means something for `world_size` workers. Pure."""
+    if isinstance(assignment, str):
+        if assignment != "even":
+            raise UsageError(f"assignment={assignment!r}: expected 'even' or a share for each worker.")
+        return
+    if len(assignment) != world_size:
+        raise UsageError(
+            f"assignment={list(assignment)} has {len(assignment)} shares, but the run has {world_size} workers."
+        )
+    check_shares(sum(assignment), assignment, allow_idle=True)
+
+
+@contextmanager
+def reproducible(device: torch.device, threads_per_worker: int | None, *, strict: bool) -> Iterator[None]:
+    """Fix what gives other bits in other processes: the number of threads, and the choice of kernels.
+
+    Deterministic kernels are asked for; an operation that has none gives a warning, or an error with
+    `strict`. Accelerators keep torch's own number of host threads unless one is given.
+    """
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    benchmark = torch.backends.cudnn.benchmark
+    if threads_per_worker is not None or device.type == "cpu":
+        torch.set_num_threads(threads_per_worker or 1)
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    # Filling new memory costs a pass over it, and a model that reads memory it never wrote is wrong anyway.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def _choose_device(environment: Environment, device: str | torch.device | None) -> torch.device:
+    """Return this worker's device: as asked, else an accelerator of its own if the host has enough, else CPU."""
+    if device is not None:
+        return torch.device(device)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or environment.local_rank >= torch.accelerator.device_count():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(environment.local_rank)
+    return torch.device(accelerator.type, environment.local_rank)
+
+
+def _print_notices(event: Event) -> None:
+    if isinstance(event, Notice):
+        print(f"unisono: {event.message}", file=sys.stderr)

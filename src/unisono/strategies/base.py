@@ -1,0 +1,101 @@
+"""The seam between a replica and its strategy.
+
+A strategy is a frozen dataclass; bound to a replica it becomes an engine, which turns one global batch into
+averaged gradients. The replica keeps the model, the optimizer and the count of steps; the run keeps the
+transport. Neither the strategy nor the engine starts processes or reads the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unisono.grid import Assignment
+from unisono.transport.base import Transport
+
+LossFunction = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Any]"]
+
+
+class GlobalBatch(Protocol):
+    """One global batch as a worker sees it; iterating yields its own micro-batches, ascending, with numbers.
+
+    Attributes:
+        assignment: who owns which micro-batch in this step.
+        sizes: number of samples of every micro-batch of the grid, own or not.
+        nominal_weight: number of samples of a micro-batch of a full batch, a fraction where M does not divide it.
+    """
+
+    @property
+    def assignment(self) -> Assignment: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def nominal_weight(self) -> float: ...
+    def __iter__(self) -> Iterator[tuple[int, Any]]: ...
+
+
+class Operations(Protocol):
+    """Is told what this worker is doing, so that others can say on whom they wait."""
+
+    def enter(self, operation: str, step: int) -> None: ...
+    def leave(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ReplicaContext:
+    """What an engine works with.
+
+    Args:
+        number: the replica's number in its run; part of the key of its random numbers.
+        parameters: names and parameters to be trained now, in an order that all workers share. Called at the
+            start of every step, so parameters may be frozen, unfrozen, added or replaced between steps.
+        seed: the run's seed.
+    """
+
+    number: int
+    model: nn.Module
+    parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]
+    transport: Transport
+    operations: Operations
+    device: torch.device
+    seed: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What `Engine.backward` found out about a global batch; the same on every worker.
+
+    Args:
+        loss: mean loss of the global batch, weighted like the gradient; nan if the weight is 0.
+        weight: total weight. With 0 there is no gradient and the step must not be applied.
+    """
+
+    loss: float
+    weight: float
+
+
+class Engine(Protocol):
+    """A strategy at work on one replica."""
+
+    def backward(self, batch: GlobalBatch, loss_fn: LossFunction, *, step: int) -> StepResult:
+        """Leave the gradient of the global batch's mean loss in every parameter's ``.grad``.
+
+        Collective: every rank calls this, in the same order.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Strategy(Protocol):
+    """Hyper-parameters of a way to couple workers."""
+
+    def bind(self, context: ReplicaContext) -> Engine:
+        """Return an engine for one replica. Raises `UsageError` for impossible settings."""
+        ...

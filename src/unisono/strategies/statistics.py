@@ -1,0 +1,111 @@
+"""Buffers in a step of many micro-batches: running statistics are averaged, others must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from unisono.collectives.gather import gather_bytes
+from unisono.errors import MismatchError
+from unisono.gradients.buckets import plan_buckets
+from unisono.gradients.buffers import BufferKeeper
+from unisono.gradients.partial_sums import PartialSums
+from unisono.grid import Assignment
+from unisono.strategies.joiner import Joiner
+from unisono.strategies.step_table import StepTable
+
+_BUCKET_BYTES = 2**20
+
+
+class Statistics:
+    """Sums running statistics along the tree like gradients, weighted over the micro-batches that changed them."""
+
+    def __init__(self, model: nn.Module, *, key: str) -> None:
+        self.keeper = BufferKeeper(model)
+        buckets = plan_buckets(
+            self.keeper.averaged, bucket_bytes=_BUCKET_BYTES, first_bucket_bytes=_BUCKET_BYTES
+        )
+        self._sums = [PartialSums(bucket) for bucket in buckets]
+        self._key = key
+
+    def begin_pass(self, merges: dict[int, int]) -> None:
+        for sums in self._sums:
+            sums.begin(merges)
+
+    def absorb(self, micro_batch: int, values: Sequence[Tensor | None], *, factor: float) -> None:
+        """Add one micro-batch's new values times `factor`, its weight over the reference weight."""
+        for sums in self._sums:
+            parts = [values[slot.index] for slot in sums.bucket.slots]
+            # Multiplied here and not while adding, where the product might be fused and rounded differently.
+            sums.absorb(
+                micro_batch, [part * factor if part is not None and factor else None for part in parts]
+            )
+
+    def absorb_nothing(self, micro_batch: int) -> None:
+        self.absorb(micro_batch, [None] * len(self.keeper.averaged), factor=0.0)
+
+    def check(self, table: StepTable, *, step: int) -> None:
+        """Raise a `MismatchError` for a buffer that micro-batches changed differently and nobody can average."""
+        for index, name in enumerate(self.keeper.other_names):
+            values = list(table.changers(index).values())
+            if len(values) > 1:
+                raise MismatchError(
+                    f"step {step}: buffer {name!r} was changed differently by micro-batches {values[0][0]} and "
+                    f"{values[1][0]}, so no single value is right. Make the change independent of the data, or "
+                    f"register the buffer with persistent=False if it is only a cache."
+                )
+
+    def put(self, joiner: Joiner, assignment: Assignment, table: StepTable, *, reference: float) -> None:
+        """Give all buffers their values after the step. *Collective.*"""
+        weights = table.averaged_weights()
+        totals: dict[int, Tensor] = {}
+        if any(weights):
+            for number, sums in enumerate(self._sums):
+                totals |= self._total(joiner, sums, f"{self._key}/statistics{number}")
+        self.keeper.restore()
+        for index, total in totals.items():
+            if weights[index]:
+                self.keeper.put_averaged(index, total * (reference / weights[index]))
+        for index in range(len(self.keeper.other_names)):
+            self._put_other(joiner, assignment, table, index)
+
+    @staticmethod
+    def _total(joiner: Joiner, sums: PartialSums, key: str) -> dict[int, Tensor]:
+        total = joiner.collect(
+            "reduce of running statistics",
+            lambda: joiner.join(sums.partials(), sums.bucket, key=key, scale=1.0),
+        )
+        return {s.index: view for s, view in zip(sums.bucket.slots, sums.views_of(total), strict=True)}
+
+    def _put_other(self, joiner: Joiner, assignment: Assignment, table: StepTable, index: int) -> None:
+        """Put one agreed value in place; workers that ran no micro-batch that changed it are sent it."""
+        changers = table.changers(index)
+        if not changers:
+            return
+        (micro_batches,) = changers.values()
+        owners = {assignment.owners[number] for number in micro_batches}
+        value = self.keeper.changed_value(index)
+        if len(owners) < joiner.transport.world_size:
+            like = self.keeper.other(index)
+            parts = (
+                {0: _to_bytes(value)} if joiner.transport.rank == min(owners) and value is not None else {}
+            )
+            (content,) = joiner.collect(
+                f"sharing of buffer {self.keeper.other_names[index]}",
+                lambda: gather_bytes(joiner.transport, parts, 1),
+            )
+            value = _from_bytes(content, like) if value is None else value
+        assert value is not None
+        self.keeper.put_other(index, value)
+
+
+def _to_bytes(value: Tensor) -> bytes:
+    return bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _from_bytes(content: bytes, like: Tensor) -> Tensor:
+    if not content:
+        return like.clone()
+    return torch.frombuffer(bytearray(content), dtype=like.dtype).reshape(like.shape).to(like.device)

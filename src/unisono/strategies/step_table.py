@@ -1,0 +1,170 @@
+"""What every worker must know about every micro-batch of a step, in one small table of integers.
+
+One row for each micro-batch, filled by its owner and zero elsewhere, so that adding the tables of all workers
+(integers, hence exact in any order) gives the whole to everyone. All decisions of a step are pure functions
+of it, and so are the same everywhere: total weight, loss, which parameters have a gradient, which buffers
+changed, whether the step has to be done again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import nan
+from operator import add
+
+import torch
+from torch import Tensor
+
+from unisono.errors import MismatchError
+from unisono.grid import tree_sum
+
+WORD_BITS = 62
+_RAN, _GAVE_WEIGHT, _FIRED_LATE = 1, 2, 4
+_HEADER = 3
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """Sizes that all workers share; they fix the number of columns."""
+
+    num_micro_batches: int
+    num_parameters: int
+    num_averaged: int
+    num_others: int
+
+    @property
+    def columns(self) -> int:
+        return _HEADER + _words(self.num_parameters) + _words(self.num_averaged) + self.num_others
+
+
+@dataclass(frozen=True)
+class Row:
+    """One micro-batch as its owner saw it.
+
+    Args:
+        weight: number of samples, or the weight that the loss function returned.
+        loss: mean loss over the micro-batch.
+        gave_weight: whether the loss function returned a weight.
+        fired_late: whether a gradient came after its bucket had been sent.
+        present: for each parameter whether it has a gradient.
+        averaged: for each averaged buffer whether it changed.
+        digests: for each other buffer a digest of its new value, 0 where it did not change.
+    """
+
+    weight: float
+    loss: float
+    gave_weight: bool
+    fired_late: bool
+    present: Sequence[bool]
+    averaged: Sequence[bool]
+    digests: Sequence[int]
+
+
+def new_table(shape: TableShape) -> Tensor:
+    """Return an empty table, int64 [micro-batches, columns]."""
+    return torch.zeros(shape.num_micro_batches, shape.columns, dtype=torch.int64)
+
+
+def write_row(table: Tensor, index: int, row: Row) -> None:
+    """Fill row `index`. In place."""
+    flags = _RAN | row.gave_weight * _GAVE_WEIGHT | row.fired_late * _FIRED_LATE
+    cells = [flags, float_bits(row.weight), float_bits(row.loss)]
+    cells += _pack(row.present) + _pack(row.averaged) + list(row.digests)
+    table[index] = torch.tensor(cells, dtype=torch.int64)
+
+
+class StepTable:
+    """The whole table, read after it was shared."""
+
+    def __init__(self, table: Tensor, shape: TableShape) -> None:
+        rows = table.tolist()
+        self._rows: list[list[int]] = rows
+        self._shape = shape
+        self.weights = [bits_float(row[1]) if row[0] & _RAN else 0.0 for row in rows]
+        self.weight = tree_sum(self.weights, add)
+
+    @property
+    def loss(self) -> float:
+        """Weighted mean loss of the global batch; micro-batches of weight 0 count as nothing."""
+        if self.weight == 0:
+            return nan
+        parts = [
+            weight * bits_float(row[2]) if weight else 0.0
+            for weight, row in zip(self.weights, self._rows, strict=True)
+        ]
+        return tree_sum(parts, add) / self.weight
+
+    @property
+    def fired_late(self) -> bool:
+        return any(row[0] & _FIRED_LATE for row in self._rows)
+
+    def check_weights_agree(self) -> None:
+        """Raise a `MismatchError` if the loss function returned a weight for some micro-batches only."""
+        ran = [(index, bool(row[0] & _GAVE_WEIGHT)) for index, row in enumerate(self._rows) if row[0] & _RAN]
+        odd = [index for index, gave in ran if gave != ran[0][1]]
+        if odd:
+            with_weight = odd[0] if not ran[0][1] else ran[0][0]
+            without = ran[0][0] if not ran[0][1] else odd[0]
+            raise MismatchError(
+                f"the loss function returned (loss, weight) for micro-batch {with_weight} but only a loss for "
+                f"micro-batch {without}: it must return the same kind for all."
+            )
+
+    def present(self) -> list[bool]:
+        """For each parameter, whether any micro-batch has a gradient for it."""
+        first = _HEADER
+        union = self._union(first, _words(self._shape.num_parameters))
+        return _unpack(union, self._shape.num_parameters)
+
+    def averaged_weights(self) -> list[float]:
+        """For each averaged buffer, the total weight of the micro-batches that changed it."""
+        first = _HEADER + _words(self._shape.num_parameters)
+        count = self._shape.num_averaged
+        changed = [_unpack(row[first : first + _words(count)], count) for row in self._rows]
+        return [
+            tree_sum([w if row[index] else 0.0 for w, row in zip(self.weights, changed, strict=True)], add)
+            for index in range(count)
+        ]
+
+    def changers(self, index: int) -> dict[int, list[int]]:
+        """Return, for the other buffer number `index`, the micro-batches that gave it each new value."""
+        column = self._shape.columns - self._shape.num_others + index
+        values: dict[int, list[int]] = {}
+        for number, row in enumerate(self._rows):
+            if row[column]:
+                values.setdefault(row[column], []).append(number)
+        return values
+
+    def _union(self, first: int, words: int) -> list[int]:
+        union = [0] * words
+        for row in self._rows:
+            for word in range(words):
+                union[word] |= row[first + word]
+        return union
+
+
+def float_bits(value: float) -> int:
+    """Return the bits of a double as a signed 64-bit integer."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def bits_float(bits: int) -> float:
+    """Return the double that has these bits."""
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value
+
+
+def _words(count: int) -> int:
+    return -(-count // WORD_BITS)
+
+
+def _pack(flags: Sequence[bool]) -> list[int]:
+    starts = range(0, len(flags), WORD_BITS)
+    return [sum(1 << bit for bit, flag in enumerate(flags[at : at + WORD_BITS]) if flag) for at in starts]
+
+
+def _unpack(words: Sequence[int], count: int) -> list[bool]:
+    return [bool(words[index // WORD_BITS] >> index % WORD_BITS & 1) for index in range(count)]

@@ -1,0 +1,348 @@
+"""The exact synchronous step: the gradient of the global batch's mean loss, the same bits on any workers.
+
+Every worker runs its own micro-batches one after the other and adds their gradients along the tree; then the
+partial sums are joined along the rest of the tree. The gradient of micro-batch m is that of
+``(w_m / w_ref) * mean loss``; the sum is multiplied by ``w_ref / sum of w``, so that with equal parts the
+first factor is 1 and the second one over the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unisono.collectives.choose import check_algorithm
+from unisono.collectives.gather import gather_rows
+from unisono.errors import UsageError
+from unisono.gradients.buckets import Bucket, plan_buckets
+from unisono.gradients.collector import GradientCollector
+from unisono.gradients.partial_sums import count_merges
+from unisono.randomness import derive, keyed
+from unisono.strategies.base import GlobalBatch, LossFunction, ReplicaContext, StepResult
+from unisono.strategies.joiner import Joiner
+from unisono.strategies.statistics import Statistics
+from unisono.strategies.step_table import Row, StepTable, TableShape, new_table, write_row
+from unisono.strategies.weights import WeightReference, unpack_loss
+
+
+@dataclass(frozen=True)
+class Synchronous:
+    """Every step uses the whole global batch; all workers wait for each other. Gives up nothing.
+
+    Args:
+        reduction: ``"exact"`` adds along the tree: the same bits on any number of workers. ``"fast"`` uses
+            the backend's own all-reduce: the same mean, bits not promised.
+        algorithm: how partial sums travel: ``"direct"``, ``"pairs"`` or ``"auto"``. Changes no bit.
+        overlap: reduce buckets while the last micro-batch still runs backward. ``"auto"`` does so on
+            accelerators; where all cores are busy with backward it gains nothing.
+        bucket_bytes: size of a bucket; `first_bucket_bytes` of the first one. They change no bit.
+
+    Cost per step and worker: about 2 n bytes sent for n bytes of gradients, and one small table.
+    """
+
+    reduction: Literal["exact", "fast"] = "exact"
+    algorithm: str = "auto"
+    overlap: bool | Literal["auto"] = "auto"
+    bucket_bytes: int = 25 * 2**20
+    first_bucket_bytes: int = 2**20
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("exact", "fast"):
+            raise UsageError(f"reduction={self.reduction!r}: expected 'exact' or 'fast'.")
+        check_algorithm(self.algorithm)
+        if self.overlap not in (True, False, "auto"):
+            raise UsageError(f"overlap={self.overlap!r}: expected True, False or 'auto'.")
+        if self.bucket_bytes < 1 or self.first_bucket_bytes < 1:
+            raise UsageError(
+                f"bucket_bytes={self.bucket_bytes}, first_bucket_bytes={self.first_bucket_bytes}: "
+                f"expected at least 1."
+            )
+
+    def bind(self, context: ReplicaContext) -> SynchronousEngine:
+        """Return an engine for one replica."""
+        return SynchronousEngine(self, context)
+
+
+@dataclass
+class _Gradients:
+    """The buckets of one set of parameters; made anew when the set changes."""
+
+    signature: Sequence[object]
+    named: list[tuple[str, nn.Parameter]]
+    buckets: tuple[Bucket, ...]
+    collector: GradientCollector
+    next_order: Sequence[int] | None = None
+
+
+@dataclass
+class _Pass:
+    """One run through the own micro-batches of a global batch."""
+
+    batch: GlobalBatch
+    step: int
+    table: Tensor
+    shape: TableShape
+    merges: dict[int, int]
+    send_early: bool
+    started: bool = False
+
+
+class SynchronousEngine:
+    """`Synchronous` at work on one replica."""
+
+    def __init__(self, strategy: Synchronous, context: ReplicaContext) -> None:
+        self._strategy = strategy
+        self._context = context
+        wanted = context.device.type != "cpu" if strategy.overlap == "auto" else strategy.overlap
+        self._overlap = wanted and context.transport.world_size > 1
+        self._joiner = Joiner(
+            context.transport,
+            context.operations,
+            exact=strategy.reduction == "exact",
+            algorithm=strategy.algorithm,
+            background=self._overlap,
+        )
+        self._statistics = Statistics(context.model, key=str(context.number))
+        self._reference = WeightReference()
+        self._gradients = self._plan(list(context.parameters()))
+        self._sent: dict[int, Future[Tensor]] = {}
+        self._complete: set[int] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the reference weight, all that outlives a step."""
+        return self._reference.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._reference.load_state_dict(state)
+
+    def close(self) -> None:
+        """Take hooks off and end the thread; harmless if called twice."""
+        self._gradients.collector.close()
+        self._joiner.close()
+
+    def backward(self, batch: GlobalBatch, loss_fn: LossFunction, *, step: int) -> StepResult:
+        """Leave the gradient of the global batch's mean loss in every parameter's ``.grad``.
+
+        *Collective: every rank calls this, in the same order.*
+
+        Raises:
+            UsageError: the loss function returned something that isn't a loss.
+            MismatchError: micro-batches disagree about what can't be averaged. Nothing was applied.
+        """
+        self._replan_if_parameters_changed()
+        self._joiner.begin(batch.assignment, step=step)
+        keeper = self._statistics.keeper
+        keeper.begin()
+        try:
+            # Data is kept only where the step may have to be done again.
+            data: Iterable[tuple[int, Any]] = list(batch) if self._overlap else batch
+            table = self._run(batch, data, loss_fn, step=step)
+            if table.fired_late:
+                # All see it in the shared table, so all do the step again, and send nothing early from now on.
+                self._overlap = False
+                table = self._run(batch, data, loss_fn, step=step)
+            table.check_weights_agree()
+            self._statistics.check(table, step=step)
+            reference = self._reference.of(batch, table.weights)
+            if table.weight == 0:
+                keeper.restore()
+                self._gradients.collector.clear()
+                return StepResult(math.nan, 0.0)
+            self._reduce(batch, table, reference=reference)
+            self._statistics.put(self._joiner, batch.assignment, table, reference=reference)
+        except BaseException:
+            keeper.restore()
+            self._gradients.collector.clear()
+            raise
+        self._agree_on_order(batch)
+        self._reference.advance(table.weight, batch.assignment.num_micro_batches)
+        return StepResult(table.loss, table.weight)
+
+    def _run(
+        self, batch: GlobalBatch, data: Iterable[tuple[int, Any]], loss_fn: LossFunction, *, step: int
+    ) -> StepTable:
+        """Run forward and backward of every own micro-batch; share what happened. *Collective.*"""
+        run = self._new_pass(batch, step)
+        numbers = batch.assignment.micro_batches(self._joiner.transport.rank)
+        supply = iter(data)
+        with keyed(self._context.device) as seed:
+            for number in numbers:
+                last = number == numbers[-1]
+                if batch.sizes[number] == 0:
+                    self._run_empty(run, number, last=last)
+                    continue
+                got, micro_batch = next(supply)
+                assert got == number, f"the batch yields micro-batch {got}, expected {number}"
+                self._statistics.keeper.restore()
+                seed(derive(self._context.seed, "step", self._context.number, step, number))
+                with self._joiner.doing(f"forward of micro-batch {number}"):
+                    loss, given = unpack_loss(loss_fn(self._context.model, micro_batch), number)
+                self._run_backward(run, number, loss=loss, given=given, last=last)
+        self._start_sums(run, None)
+        self._joiner.collect(
+            "exchange of the step's table", lambda: gather_rows(self._joiner.transport, run.table)
+        )
+        return StepTable(run.table, run.shape)
+
+    def _new_pass(self, batch: GlobalBatch, step: int) -> _Pass:
+        assignment, keeper = batch.assignment, self._statistics.keeper
+        shape = TableShape(
+            num_micro_batches=assignment.num_micro_batches,
+            num_parameters=len(self._gradients.named),
+            num_averaged=len(keeper.averaged),
+            num_others=len(keeper.other_names),
+        )
+        merges = count_merges(assignment.blocks[self._joiner.transport.rank], assignment.num_micro_batches)
+        return _Pass(batch, step, new_table(shape), shape, merges, self._overlap)
+
+    def _run_backward(
+        self, run: _Pass, number: int, *, loss: Tensor, given: float | None, last: bool
+    ) -> None:
+        self._start_sums(run, given)
+        weight = float(run.batch.sizes[number]) if given is None else given
+        factor = weight / self._reference.of(run.batch, {number: weight})
+        collector, keeper = self._gradients.collector, self._statistics.keeper
+        self._begin_leaf(run, number, last=last)
+        if weight != 0 and loss.requires_grad:
+            with self._joiner.doing(f"backward of micro-batch {number}"):
+                (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+        present = collector.end_leaf()
+        changes = keeper.harvest()
+        self._statistics.absorb(number, changes.averaged, factor=factor)
+        row = Row(
+            weight=weight,
+            loss=float(loss.detach()),
+            gave_weight=given is not None,
+            fired_late=collector.fired_late,
+            present=present,
+            averaged=[value is not None and weight != 0 for value in changes.averaged],
+            digests=changes.digests,
+        )
+        write_row(run.table, number, row)
+
+    def _run_empty(self, run: _Pass, number: int, *, last: bool) -> None:
+        """Count an empty micro-batch as a leaf of zeros; its row in the table stays zero."""
+        self._start_sums(run, None)
+        self._begin_leaf(run, number, last=last)
+        self._gradients.collector.end_leaf()
+        self._statistics.absorb_nothing(number)
+
+    def _start_sums(self, run: _Pass, given: float | None) -> None:
+        """Once a pass, before its first backward: agree on the reference weight and clear the sums."""
+        if run.started:
+            return
+        run.started = True
+        if not self._reference.is_agreed:
+            self._agree_on_reference(run.batch, given)
+        scales = [self._leaf_scale(bucket, run.batch) for bucket in self._gradients.buckets]
+        self._gradients.collector.begin_step(run.merges, scales=scales)
+        self._statistics.begin_pass(run.merges)
+        self._sent.clear()
+        self._complete.clear()
+        if run.send_early and not run.merges:
+            for number in range(len(self._gradients.buckets)):
+                self._send(number)
+
+    def _begin_leaf(self, run: _Pass, number: int, *, last: bool) -> None:
+        early = run.send_early and last
+        self._gradients.collector.begin_leaf(number, on_complete=self._send if early else None)
+
+    def _agree_on_reference(self, batch: GlobalBatch, given: float | None) -> None:
+        owned = batch.assignment.owners[0] == self._joiner.transport.rank
+        message = self._reference.message(given)
+        if not owned:
+            message.zero_()
+        self._joiner.collect(
+            "agreement on the reference weight", lambda: gather_rows(self._joiner.transport, message)
+        )
+        self._reference.agree(message)
+
+    def _leaf_scale(self, bucket: Bucket, batch: GlobalBatch) -> float:
+        """Return the part of the final factor that gradients of this bucket are multiplied by at once.
+
+        Not for float16, whose range is too small for the product to be exact.
+        """
+        return 1.0 if bucket.dtype == torch.float16 else self._reference.factor_beforehand(batch)
+
+    def _send(self, number: int) -> None:
+        """Note that a bucket is complete, and send all that are, in their fixed order."""
+        self._complete.add(number)
+        while len(self._sent) in self._complete:
+            following = len(self._sent)
+            self._sent[following] = self._joiner.submit(lambda at=following: self._join(at, scale=1.0))
+
+    def _reduce(self, batch: GlobalBatch, table: StepTable, *, reference: float) -> None:
+        """Join all buckets and hand the gradients to the parameters. *Collective.*"""
+        present = table.present()
+        for number, bucket in enumerate(self._gradients.buckets):
+            if not any(present[slot.index] for slot in bucket.slots):
+                continue  # all know it from the table
+            scale = reference / table.weight / self._leaf_scale(bucket, batch)
+            first, last = (self._gradients.named[bucket.slots[at].index][0] for at in (0, -1))
+            operation = f"reduce of bucket {number} ({first} .. {last})"
+            total = self._joiner.collect(operation, self._joining(number, scale))
+            self._gradients.collector.publish(number, total, present=present)
+
+    def _joining(self, number: int, scale: float) -> Callable[[], Tensor]:
+        """Return what yields a bucket's sum times `scale`, sent before or not."""
+        sent = self._sent.get(number)
+        if sent is None:
+            return lambda: self._join(number, scale=scale)
+        return lambda: sent.result().mul_(scale) if scale != 1.0 else sent.result()
+
+    def _join(self, number: int, *, scale: float) -> Tensor:
+        return self._joiner.join(
+            self._gradients.collector.partials(number),
+            self._gradients.buckets[number],
+            key=f"{self._context.number}/bucket{number}",
+            scale=scale,
+        )
+
+    def _replan_if_parameters_changed(self) -> None:
+        named = list(self._context.parameters())
+        order = self._gradients.next_order
+        changed = _signature(named) != self._gradients.signature
+        if changed or order is not None:
+            self._gradients.collector.clear()
+            self._gradients.collector.close()
+            self._gradients = self._plan(named, None if changed else order)
+
+    def _plan(self, named: list[tuple[str, nn.Parameter]], order: Sequence[int] | None = None) -> _Gradients:
+        parameters = [parameter for _, parameter in named]
+        buckets = plan_buckets(
+            parameters,
+            order=order,
+            bucket_bytes=self._strategy.bucket_bytes,
+            first_bucket_bytes=self._strategy.first_bucket_bytes,
+        )
+        collector = GradientCollector(parameters, buckets)
+        if order is not None or self._joiner.transport.world_size == 1:
+            collector.ready_order = None
+        return _Gradients(_signature(named), named, buckets, collector)
+
+    def _agree_on_order(self, batch: GlobalBatch) -> None:
+        """After the first step, order the buckets as gradients became ready on the owner of micro-batch 0."""
+        ready = self._gradients.collector.ready_order
+        if ready is None:
+            return
+        self._gradients.collector.ready_order = None
+        count = len(self._gradients.named)
+        order = torch.zeros(1, count, dtype=torch.int64)
+        if batch.assignment.owners[0] == self._joiner.transport.rank:
+            rest = [index for index in reversed(range(count)) if index not in ready]
+            order[0] = torch.tensor([*ready, *rest], dtype=torch.int64)
+        self._joiner.collect(
+            "agreement on the order of buckets", lambda: gather_rows(self._joiner.transport, order)
+        )
+        self._gradients.next_order = order[0].tolist()
+
+
+def _signature(named: Iterable[tuple[str, nn.Parameter]]) -> list[object]:
+    """Return what tells one set of parameters from another."""
+    return [(id(p), p.shape, p.dtype, p.device) for _, p in named]
