@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from unisono.cluster.environment import Environment
 from unisono.cluster.failure import Failure, describe_exception
@@ -20,6 +20,7 @@ from unisono.cluster.watchdog import Board, Watchdog
 from unisono.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
+STEP_TIMEOUT_S = 1800.0
 
 
 class Link(Board, Protocol):
@@ -35,6 +36,9 @@ class Link(Board, Protocol):
 
     def when_stopped(self, wake: Callable[[], None]) -> None:
         """Call `wake` from any thread when `stop_reason` may have changed, where that can be known."""
+
+    def abort(self, reason: Exception) -> None:
+        """Make waits on the store raise `reason`, where that can be done. From any thread."""
 
     def report(self, failure: Failure) -> None:
         """Tell the others and the launcher that this worker failed."""
@@ -59,7 +63,7 @@ class Connection:
             ``step_timeout_s``, ``threads_per_worker``, ``allow_idle``.
     """
 
-    def __init__(self, environment: Environment, link: Link | None, *, step_timeout_s: float) -> None:
+    def __init__(self, environment: Environment, link: Link | None, *, step_timeout_s: float | None) -> None:
         self.environment = environment
         self.rank = environment.rank
         self.world_size = environment.world_size
@@ -73,8 +77,9 @@ class Connection:
         self._watchdog: Watchdog | None = None
         self._closed = False
         if link is not None:
-            timeout_s = float(self.flags.get("step_timeout_s", step_timeout_s))
+            timeout_s = step_timeout_s or float(self.flags.get("step_timeout_s", STEP_TIMEOUT_S))
             self._watchdog = Watchdog(link, rank=self.rank, timeout_s=timeout_s, stop_fd=environment.stop_fd)
+            self._watchdog.on_abort(link.abort)
             link.when_stopped(self._watchdog.wake)
             self._watchdog.start()
         # A script that forgets to close is no failure: the others learn that it left in order.
@@ -102,6 +107,8 @@ class Connection:
 
     def fail(self, error: BaseException, step: int) -> None:
         """Report that this worker failed with `error` at `step` (-1: before the first). Never raises."""
+        if isinstance(error, SystemExit) and not error.code:  # a script may end inside the run
+            return
         if self._link is not None and not self._closed:
             self._link.report(describe_exception(error, rank=self.rank, step=step))
 
@@ -123,12 +130,13 @@ class Connection:
         self.close()
 
 
-def connect(environment: Environment, step_timeout_s: float = 1800.0) -> Connection:
+def connect(environment: Environment, step_timeout_s: float | None = None) -> Connection:
     """Join the run that `environment` names.
 
     Args:
         environment: from `unisono.cluster.environment.detect`.
-        step_timeout_s: how long one operation of a step may wait for others; the command line's value wins.
+        step_timeout_s: how long one operation of a step may wait for others; by default what the command line
+            says, or half an hour.
 
     Raises:
         UsageError: `step_timeout_s` is not positive.
@@ -137,8 +145,8 @@ def connect(environment: Environment, step_timeout_s: float = 1800.0) -> Connect
     return Connection(environment, _link(environment, step_timeout_s), step_timeout_s=step_timeout_s)
 
 
-def _link(environment: Environment, step_timeout_s: float) -> Link | None:
-    if not step_timeout_s > 0:
+def _link(environment: Environment, step_timeout_s: float | None) -> Link | None:
+    if step_timeout_s is not None and not step_timeout_s > 0:
         raise UsageError(f"step_timeout_s={step_timeout_s}: expected a positive number of seconds")
     if environment.kind == "launcher":
         from unisono.cluster.client import ControlLink
@@ -147,7 +155,7 @@ def _link(environment: Environment, step_timeout_s: float) -> Link | None:
     if environment.kind == "torchrun":
         from unisono.cluster.torchrun import TorchrunLink
 
-        return TorchrunLink(environment, step_timeout_s=step_timeout_s)
+        return TorchrunLink(environment, step_timeout_s=step_timeout_s or STEP_TIMEOUT_S)
     return None
 
 

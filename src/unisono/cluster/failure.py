@@ -45,11 +45,12 @@ class Failure(msgspec.Struct, frozen=True):
 
 def describe_exception(error: BaseException, *, rank: int, step: int) -> Failure:
     """Return the failure that an exception is."""
-    last_line = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    if isinstance(error, SystemExit):
+        return _describe_exit(error.code, rank=rank, step=step)
     text = "".join(traceback.format_exception(error))
     if len(text) > _TEXT_LIMIT:  # the head names the place in user code, the tail the error
         text = f"{text[: _TEXT_LIMIT // 2]}\n  [...]\n{text[-_TEXT_LIMIT // 2 :]}"
-    return Failure(rank, step, _kind(error), last_line[0] if last_line else type(error).__name__, text)
+    return Failure(rank, step, _kind(error), _summarize(error), text)
 
 
 def choose_primary(failures: Iterable[Failure]) -> Failure:
@@ -61,6 +62,18 @@ def describe_failure(failure: Failure) -> str:
     """Return one line: ``worker 2 failed at step 3: ValueError: row 17``."""
     place = f" at step {failure.step}" if failure.step >= 0 else ""
     return f"worker {failure.rank} failed{place}: {failure.summary}"
+
+
+def _describe_exit(code: object, *, rank: int, step: int) -> Failure:
+    number = code & 0xFF if isinstance(code, int) else int(code is not None)
+    summary = f"exited with code {code}" if isinstance(code, int) else str(code)
+    return Failure(rank, step, Kind.EXITED, summary, exit_code=number)
+
+
+def _summarize(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    name = type(error).__name__
+    return f"{name}: {lines[0]}" if lines else name
 
 
 def _kind(error: BaseException) -> Kind:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import multiprocessing.connection
 import os
 import pickle
+import secrets
 import signal
 import sys
 import time
@@ -25,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from unisono.data.child_watch import Children, watch
+from unisono.data.parcel import pack, unpack
 from unisono.data.samples import Samples, Task
 from unisono.errors import LoaderError
 from unisono.randomness import seed_all
@@ -64,7 +67,7 @@ class LoaderProcesses:
         self._look_every_s = min(LOOK_EVERY_S, timeout_s)
         self._pid = os.getpid()
         loader: DataLoader[Any] = DataLoader(
-            _InChild(samples),  # type: ignore[arg-type]
+            _InChild(samples, by_value=not pin_memory),  # type: ignore[arg-type]
             batch_size=None,
             sampler=tasks,
             num_workers=num_workers,
@@ -102,7 +105,7 @@ class LoaderProcesses:
                 continue
             if isinstance(data, Failure):
                 raise data.restore(self._rank)
-            return data
+            return unpack(data)
 
     def _explain(self, error: Exception, began: float, asked: float) -> None:
         """Raise the right error for one of torch's; return if it was only time to look for deaths."""
@@ -179,14 +182,17 @@ def _portable(error: BaseException) -> Exception | None:
 class _InChild:
     """The dataset that torch's loop reads in a loader process: a task in, a micro-batch out."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Samples, *, by_value: bool) -> None:
         self._samples = samples
+        self._by_value = by_value
 
     def __getitem__(self, task: Task) -> Any:
         if not task.indices:
             return None
         try:
-            return self._samples.load(task, seed_all)
+            data = self._samples.load(task, seed_all)
+            # Not if torch is to pin it: that happens on the way.
+            return pack(data) if self._by_value else data
         except (Exception, SystemExit) as error:
             return Failure.of(error)
 
@@ -195,14 +201,23 @@ def _unchanged(data: Any) -> Any:
     return data
 
 
+def _address_without_file(family: str) -> str:
+    return f"\0unisono-loader-{os.getpid()}-{secrets.token_hex(8)}"
+
+
 def _prepare_child(parent: int, worker: int) -> None:
     """Make a loader process end with its parent, and leave signals for the job to the parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have gone before that took effect.
     if os.getppid() != parent:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Inherited: a signal that reaches this process must not wake up the parent.
     signal.set_wakeup_fd(-1)
+    if sys.platform == "linux":
+        # A large tensor's descriptor is fetched from a socket of this process: one without a name in the file
+        # system, so that a kill leaves nothing behind.
+        multiprocessing.connection.arbitrary_address = _address_without_file  # type: ignore[attr-defined]
     # What was inherited is left alone by the collector, so that its pages stay shared.
     gc.freeze()

@@ -39,8 +39,8 @@ class Synchronous:
         reduction: ``"exact"`` adds along the tree: the same bits on any number of workers. ``"fast"`` uses
             the backend's own all-reduce: the same mean, bits not promised.
         algorithm: how partial sums travel: ``"direct"``, ``"pairs"`` or ``"auto"``. Changes no bit.
-        overlap: reduce buckets while the last micro-batch still runs backward. ``"auto"`` does so on
-            accelerators; where all cores are busy with backward it gains nothing.
+        overlap: reduce buckets while the last micro-batch still runs backward. ``"auto"`` does so unless
+            workers read each other's memory: then reducing is all computing, for cores that are busy anyway.
         bucket_bytes: size of a bucket; `first_bucket_bytes` of the first one. They change no bit.
 
     Cost per step and worker: about 2 n bytes sent for n bytes of gradients, and one small table.
@@ -99,7 +99,7 @@ class SynchronousEngine:
     def __init__(self, strategy: Synchronous, context: ReplicaContext) -> None:
         self._strategy = strategy
         self._context = context
-        wanted = context.device.type != "cpu" if strategy.overlap == "auto" else strategy.overlap
+        wanted = not context.transport.maps_peers if strategy.overlap == "auto" else strategy.overlap
         self._overlap = wanted and context.transport.world_size > 1
         self._joiner = Joiner(
             context.transport,
