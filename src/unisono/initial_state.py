@@ -124,7 +124,7 @@ def _broadcast(tensors: Sequence[Tensor], transport: Transport) -> None:
     if not sum(sizes):
         return
     whole = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
-    pieces = whole.split(sizes)
+    pieces = torch.split(whole, sizes)
     root = transport.rank == 0
     with torch.no_grad():
         if root:

@@ -15,13 +15,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 
 from unisono.audit import Audit, AuditSettings
 from unisono.cluster.connection import Connection, connect
 from unisono.cluster.environment import Environment, detect, usable_cores
 from unisono.data.loader import Loader
 from unisono.data.plan import AssignmentPlan
-from unisono.errors import UsageError
+from unisono.errors import TransportError, UsageError
 from unisono.evaluation import evaluate
 from unisono.events import Event, Notice, Observer
 from unisono.fingerprint import fingerprint
@@ -343,6 +344,8 @@ class Run:
         ended_well = isinstance(error, SystemExit) and not error.code
         if error is not None and not ended_well:
             self._connection.fail(error, self._step)
+            # Frees a reduction that still runs in the background, and the peers that it waits for.
+            self._transport.abort(TransportError(f"rank {self.rank} left the run with {error!r}"))
         self.close()
 
     @property
@@ -359,9 +362,12 @@ class Run:
     def _make_transport(self, backend: str | None) -> Transport:
         if self.world_size == 1:
             return LocalTransport(device=self.device)
-        assert self._connection.store is not None
+        store = self._connection.store
+        assert store is not None
+        # A script may join several times; each time is a group of its own.
+        number = store.add(f"joined/{self.rank}", 1)
         return ProcessGroupTransport(
-            self._connection.store,
+            PrefixStore(f"transport/{number}", store),
             self.rank,
             self.world_size,
             backend=backend or ("nccl" if self.device.type == "cuda" else "gloo"),

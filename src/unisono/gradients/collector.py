@@ -9,7 +9,7 @@ comes later is then reported, and the step has to be done again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from unisono.gradients.buckets import Bucket
 from unisono.gradients.partial_sums import PartialSums
-from unisono.grid import Block
 
 
 class GradientCollector:
@@ -39,7 +38,9 @@ class GradientCollector:
         self.fired_late = False
         self.ready_order: dict[int, None] | None = {}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._on_gradient, index)
+            )
             for index, parameter in enumerate(self._parameters)
         ]
 
@@ -83,7 +84,7 @@ class GradientCollector:
         self._leaf = None
         return self._present
 
-    def partials(self, bucket: int) -> dict[Block, Tensor]:
+    def partials(self, bucket: int) -> dict[Hashable, Tensor]:
         """Return this worker's partial sums of one bucket, as flat tensors."""
         return self._sums[bucket].partials()
 

@@ -7,7 +7,7 @@ needs floor(log2 n) + 1 buffers at most, the gradients of the running micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class PartialSums:
             self._stack[-1] = (Block(left_block.start, leaf + 1), left)
         return self._stack[-1][1].views
 
-    def partials(self) -> dict[Block, Tensor]:
+    def partials(self) -> dict[Hashable, Tensor]:
         """Return the sum of each own block, a flat tensor of the bucket's size."""
         return {block: flat.tensor for block, flat in self._stack}
 

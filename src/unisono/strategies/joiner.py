@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -13,7 +13,7 @@ from torch import Tensor
 from unisono.collectives.choose import choose
 from unisono.collectives.execute import Scratch, execute
 from unisono.gradients.buckets import Bucket
-from unisono.grid import Assignment, Block
+from unisono.grid import Assignment
 from unisono.strategies.base import Operations
 from unisono.transport.base import Transport
 
@@ -72,7 +72,7 @@ class Joiner:
         assert self._pool is not None
         return self._pool.submit(collective)
 
-    def join(self, partials: dict[Block, Tensor], bucket: Bucket, *, key: str, scale: float) -> Tensor:
+    def join(self, partials: Mapping[Hashable, Tensor], bucket: Bucket, *, key: str, scale: float) -> Tensor:
         """Return the sum of all workers' partial sums of one bucket, times `scale`. *Collective.*
 
         The result may lie in the memory of a partial sum, or in memory that the next call with `key` reuses.

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -275,7 +276,7 @@ class SynchronousEngine:
         self._complete.add(number)
         while len(self._sent) in self._complete:
             following = len(self._sent)
-            self._sent[following] = self._joiner.submit(lambda at=following: self._join(at, scale=1.0))
+            self._sent[following] = self._joiner.submit(partial(self._join, following, scale=1.0))
 
     def _reduce(self, batch: GlobalBatch, table: StepTable, *, reference: float) -> None:
         """Join all buckets and hand the gradients to the parameters. *Collective.*"""
