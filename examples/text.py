@@ -54,7 +54,8 @@ def files(path: Path, *, skip: Collection[str] = ()) -> Iterator[Path]:
         raise DataError(f"{path}: no such file or folder.")
     for folder, subfolders, names in os.walk(path):
         subfolders[:] = sorted(name for name in subfolders if name not in skip and not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        paths = (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        yield from (file for file in paths if file.is_file())
 
 
 def contents(paths: Iterable[Path]) -> Iterator[bytes]:
@@ -75,7 +76,8 @@ def contents(paths: Iterable[Path]) -> Iterator[bytes]:
 
 def join(texts: Sequence[bytes]) -> Tensor:
     """Return `texts` as one uint8 vector."""
-    return torch.frombuffer(bytearray().join(texts), dtype=torch.uint8)
+    joined = bytearray().join(texts)
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
