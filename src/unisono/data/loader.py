@@ -75,6 +75,8 @@ class Loader:
         ):
             if value < least:
                 raise UsageError(f"{label}={value}: expected at least {least}.")
+        if not timeout_s > 0:
+            raise UsageError(f"timeout_s={timeout_s}: expected more than 0 seconds.")
         own_seed = derive(seed, "loader", name) >> 1
         self._samples = Samples(dataset, collate_fn, own_seed)
         self._order = Order(len(dataset), batch_size, shuffle=shuffle, drop_last=drop_last, seed=own_seed)

@@ -60,17 +60,10 @@ class Samples:
             Exception: whatever the dataset or the collation raises, with a note on what was being loaded.
         """
         try:
-            samples = self._read(task, seed_generators)
+            return self._collated(task, self._read(task, seed_generators), seed_generators)
         except StopIteration as error:
             # It would end the loop over the loader in silence.
-            raise RuntimeError("the dataset raised StopIteration in __getitem__") from error
-        try:
-            if self._keyed_collate:
-                seed_generators(derive(self._seed, "collate", task.epoch, task.position))
-            return self._collate(samples)
-        except Exception as error:
-            error.add_note(f"while collating {describe(task)}")
-            raise
+            raise RuntimeError(f"StopIteration was raised while loading {describe(task)}") from error
 
     def load_here(self, tasks: Sequence[Task], device: torch.device | None) -> dict[int, Any]:
         """Return micro-batch -> data, loaded in this process; the generators are as before afterwards."""
@@ -95,6 +88,15 @@ class Samples:
                 error.add_note(f"while loading sample {index} of {describe(task)}")
                 raise
         return samples
+
+    def _collated(self, task: Task, samples: list[Any], seed_generators: Callable[[int], None]) -> Any:
+        try:
+            if self._keyed_collate:
+                seed_generators(derive(self._seed, "collate", task.epoch, task.position))
+            return self._collate(samples)
+        except Exception as error:
+            error.add_note(f"while collating {describe(task)}")
+            raise
 
 
 def _no_seeds(key: int) -> None:
