@@ -107,7 +107,9 @@ class ThreadWorld:
         self.buffers: dict[tuple[int, str], Tensor] = {}
 
     def transport(self, rank: int) -> ThreadTransport:
-        """Return one rank's end."""
+        """Return one rank's end. A rank that was lost is back."""
+        with self.changed:
+            self.lost.pop(rank, None)
         return ThreadTransport(self, rank)
 
     def lose(self, rank: int, why: str) -> None:
@@ -127,20 +129,22 @@ class ThreadWorld:
         results: list[T | None] = [None] * self.world_size
         errors: list[BaseException] = []
 
-        def work(rank: int) -> None:
+        def work(transport: ThreadTransport) -> None:
+            rank = transport.rank
             try:
-                with self.transport(rank) as transport:
-                    results[rank] = function(transport)
+                results[rank] = function(transport)
             except LostHere:
                 return
             except BaseException as error:
                 with self.changed:
                     errors.append(error)
                 self.lose(rank, f"it failed with {type(error).__name__}: {error}")
+            finally:
+                transport.close()
 
         threads = [
-            threading.Thread(target=work, args=(rank,), name=f"rank-{rank}")
-            for rank in range(self.world_size)
+            threading.Thread(target=work, args=(transport,), name=f"rank-{transport.rank}")
+            for transport in [self.transport(rank) for rank in range(self.world_size)]
         ]
         for thread in threads:
             thread.start()
@@ -221,6 +225,7 @@ class ThreadTransport(Transport):
 
     def close(self) -> None:
         self.abort(TransportError(f"rank {self.rank}: the transport is closed."))
+        self.world.lose(self.rank, "it closed its end")
 
     def wait_until(self, is_true: Callable[[], bool], what: str, needed: Sequence[int]) -> None:
         """Wait, holding the world's lock, until `is_true`. `needed` are the ranks that have to do it."""
