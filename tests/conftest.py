@@ -26,7 +26,7 @@ def fork_server() -> Iterator[ForkServer]:
         yield server
 
 
-@pytest.fixture()
+@pytest.fixture
 def launch(fork_server: ForkServer) -> Callable[..., list[Any]]:
     """``launch(fn, n, *args)`` calls a function on `n` real worker processes and returns what each returned."""
     return fork_server.launch

@@ -109,7 +109,7 @@ def test_a_killed_worker_is_named_with_its_signal(launch):
 def test_a_function_that_captures_a_lock_is_refused_before_anything_starts(launch):
     lock = threading.Lock()
 
-    with pytest.raises(UsageError, match="can't be sent to the workers.*lock"):
+    with pytest.raises(UsageError, match=r"can't be sent to the workers.*lock"):
         launch(lambda: lock.acquire(), 2)
 
 

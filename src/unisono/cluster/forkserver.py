@@ -179,6 +179,7 @@ def main(arguments: list[str]) -> None:
     descriptor, parent_pid, *modules = arguments
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the launcher decides what they mean
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # it kept them from us until now
     adopt_orphans()
     for name in modules:
         importlib.import_module(name)

@@ -54,8 +54,9 @@ class Job:
 
     def __init__(self, world_size: int, *, grace_s: float) -> None:
         self.state = State.RUNNING
-        self.interrupted_by: int | None = None
+        self.interrupted_by: signal.Signals | None = None
         self.ended: dict[int, int] = {}  # exit code of each worker that ended; minus the signal
+        self.ended_early: dict[int, int] = {}  # before the others were told to end
         self._world_size = world_size
         self._grace_s = grace_s
         self._failures: list[Failure] = []
@@ -74,7 +75,7 @@ class Job:
 
     @property
     def exit_code(self) -> int:
-        """What the launcher exits with."""
+        """What the launcher exits with: 0, 130 for Ctrl-C, 143 for other signals, else the failure's."""
         if self.interrupted_by is not None:
             return 128 + (signal.SIGINT if self.interrupted_by == signal.SIGINT else signal.SIGTERM)
         return 0 if self.failure is None else self.failure.exit_code
@@ -95,15 +96,13 @@ class Job:
         return actions
 
     def interrupt(self, number: int, *, now: float) -> list[Action]:
-        """Someone sent the launcher a signal. The second one is the end at once."""
-        if self.state is State.DONE:
-            return []
-        if self.interrupted_by is not None:
+        """Someone sent the launcher a signal. If the job is ending already, that is the end at once."""
+        if self.state in (State.STOPPING, State.GATHERING):
             return self._kill()
-        self.interrupted_by = number
-        if self.state is State.KILLING:
+        if self.state is not State.RUNNING:
             return []
-        return self._stop(f"the run was stopped by {signal.Signals(number).name}", now + self._grace_s)
+        self.interrupted_by = signal.Signals(number)
+        return self._stop(f"the run was stopped by {self.interrupted_by.name}", now + self._grace_s)
 
     def tick(self, now: float) -> list[Action]:
         """Do what is due."""
@@ -134,6 +133,7 @@ class Job:
 
     def _stop(self, reason: str, kill_at: float) -> list[Action]:
         self.state, self._deadline = State.STOPPING, kill_at
+        self.ended_early = dict(self.ended)
         return [TellAll(reason), SendSignal(signal.SIGTERM)]
 
     def _kill(self) -> list[Action]:

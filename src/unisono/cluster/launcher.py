@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
@@ -86,14 +87,20 @@ class Outcome:
         exit_code: what the launcher should exit with.
         failure: the failure to show, or None.
         ended: exit code of every worker that ended; minus the signal that killed it.
+        ended_early: those of `ended` that ended before the others were told to.
+        interrupted_by: name of the signal that stopped the job, or None.
         values: pickled return value of each worker, by rank.
+        logs: files with output of workers that was not shown.
         killed: processes that workers left behind and that were killed.
     """
 
     exit_code: int
     failure: Failure | None
     ended: Mapping[int, int]
-    values: Mapping[int, bytes]
+    ended_early: Mapping[int, int] = field(default_factory=dict)
+    interrupted_by: str | None = None
+    values: Mapping[int, bytes] = field(default_factory=dict)
+    logs: Sequence[Path] = ()
     killed: int = 0
 
 
@@ -148,6 +155,8 @@ class Inbox:
     def __enter__(self) -> Inbox:
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in self._NUMBERS:
+            if signal.getsignal(number) == signal.SIG_IGN:  # nohup, or a shell's background job
+                continue
             self._before[number] = signal.signal(number, lambda *_: None)
         return self
 
@@ -194,8 +203,16 @@ class Launcher:
             self._do(self._job.tick(time.monotonic()))
         self._sweep()
         self._outputs.close()
+        job = self._job
         return Outcome(
-            self._job.exit_code, self._job.failure, self._job.ended, self._values, killed=self._swept or 0
+            job.exit_code,
+            job.failure,
+            job.ended,
+            ended_early=job.ended_early,
+            interrupted_by=None if job.interrupted_by is None else job.interrupted_by.name,
+            values=self._values,
+            logs=self._outputs.logs,
+            killed=self._swept or 0,
         )
 
     def close(self) -> None:
@@ -234,7 +251,7 @@ class Launcher:
         assert self._inbox is not None
         for number in self._inbox.take():
             self._do(self._job.interrupt(number, now=time.monotonic()))
-        if not self._workers:  # nothing was started yet
+        if self._job.interrupted_by is not None and not self._workers:  # nothing was started yet
             self._job.state = State.DONE
 
     def _hear_server(self, events: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import select
 import tempfile
@@ -76,6 +77,7 @@ class Outputs:
         self._plan = plan
         self._sinks = (out, err)
         self._pipes: dict[int, _Pipe] = {}
+        self._files: list[Path] = []
 
     @contextmanager
     def descriptors(self, rank: int) -> Iterator[tuple[int, int]]:
@@ -91,6 +93,11 @@ class Outputs:
     def readable(self) -> list[int]:
         """Descriptors to be given to `pump` when they are readable."""
         return list(self._pipes)
+
+    @property
+    def logs(self) -> list[Path]:
+        """Files in which output was kept."""
+        return [path for path in self._files if path.exists()]
 
     def pump(self, descriptor: int) -> bool:
         """Show what has arrived; return False at the end of that pipe, which is then closed."""
@@ -114,8 +121,7 @@ class Outputs:
             _show(pipe, pipe.cutter.feed(b"", final=True))
             os.close(descriptor)
         self._pipes.clear()
-        if self._plan.directory is not None:
-            _remove_empty(self._plan.directory, temporary=self._plan.temporary)
+        self._remove_empty_files()
 
     def _open(self, rank: int) -> tuple[int, int]:
         if self._plan.mode == "all":
@@ -133,14 +139,21 @@ class Outputs:
         return write
 
     def _file(self, rank: int) -> tuple[int, int]:
-        path = os.devnull if self._plan.directory is None else log_path(self._plan.directory, rank)
+        path = Path(os.devnull)
+        if self._plan.directory is not None:
+            path = self._plan.directory / f"rank-{rank}.log"
+            self._files.append(path)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         return descriptor, os.dup(descriptor)
 
-
-def log_path(directory: Path, rank: int) -> Path:
-    """Return where a worker's output is kept."""
-    return directory / f"rank-{rank}.log"
+    def _remove_empty_files(self) -> None:
+        for path in self.logs:
+            if path.stat().st_size == 0:
+                path.unlink()
+        directory = self._plan.directory
+        if directory is not None and self._plan.temporary and directory.exists():
+            with contextlib.suppress(OSError):  # not empty
+                directory.rmdir()
 
 
 def make_directory(run_id: str) -> Path:
@@ -161,11 +174,3 @@ def _has_data(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _remove_empty(directory: Path, *, temporary: bool) -> None:
-    for log in list(directory.glob("rank-*.log")):
-        if log.stat().st_size == 0:
-            log.unlink()
-    if temporary and not any(directory.iterdir()):
-        directory.rmdir()

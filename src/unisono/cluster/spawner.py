@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -27,7 +28,7 @@ class Spawner:
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = (str(theirs.fileno()), str(os.getpid()), *preload)
-        with theirs:
+        with theirs, _blocked():
             self._process = subprocess.Popen(
                 python_command("unisono.cluster.forkserver", *arguments),
                 pass_fds=[theirs.fileno()],
@@ -89,3 +90,13 @@ class Spawner:
     def _send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):  # a server that is gone is noticed by `receive`
             socket.send_fds(self._sock, [encode(message)], list(descriptors))
+
+
+@contextlib.contextmanager
+def _blocked() -> Iterator[None]:
+    """Keep the signals of a terminal from a new process until it has decided to ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,5 @@
+"""``python -m unisono`` is ``unisono``."""
+
+from unisono.cli import main
+
+main()
