@@ -92,10 +92,11 @@ def _match(
     held: dict[_Key, Symbol],
 ) -> None:
     """Pair up sends and receives between two ranks, in order."""
+    common = min(len(sent), len(awaited))
     if len(sent) != len(awaited):
-        longer, where = (sent, source) if len(sent) > len(awaited) else (awaited, target)
-        raise where.error(
-            longer[min(len(sent), len(awaited))],
+        extra = sent[common][0] if len(sent) > common else awaited[common]
+        raise (source if len(sent) > common else target).error(
+            extra,
             f"has no counterpart: rank {source.rank} sends {len(sent)}, rank {target.rank} receives "
             f"{len(awaited)}",
         )
