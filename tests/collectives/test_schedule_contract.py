@@ -15,6 +15,8 @@ from unisono.collectives.pairs import can_pair, pairs
 from unisono.collectives.verify import verify
 from unisono.errors import UsageError
 from unisono.grid import Assignment, Block, assign, even_shares, tree_sum
+from unisono.transport.local import LocalTransport
+from unisono.transport.threads import ThreadTransport, ThreadWorld
 from worlds import TRANSPORTS, on_process_groups
 
 SCALE = 1 / 3
@@ -213,9 +215,8 @@ def test_steps_in_their_stride_take_no_new_memory():
         assert sizes[0] > 0
 
 
-def test_a_peer_that_maps_nothing_on_another_host_is_sent_the_bytes(monkeypatch):
+def test_a_peer_that_maps_nothing_on_another_host_is_sent_the_bytes():
     """Ranks 0 and 1 see each other's memory, rank 2 is elsewhere."""
-    from unisono.transport.threads import ThreadTransport, ThreadWorld
 
     class TwoHosts(ThreadTransport):
         def maps(self, peer):
@@ -248,15 +249,11 @@ def test_a_peer_that_maps_nothing_on_another_host_is_sent_the_bytes(monkeypatch)
     ],
 )
 def test_pieces_that_do_not_fit_the_schedule_are_refused(pieces, out, message):
-    from unisono.transport.local import LocalTransport
-
     with pytest.raises(UsageError, match=message):
         execute(direct(even(8, 1)), LocalTransport(), pieces, out=out)
 
 
 def test_a_schedule_for_another_world_is_refused():
-    from unisono.transport.local import LocalTransport
-
     with pytest.raises(UsageError, match="for 2 ranks can't run on 1"):
         execute(direct(even(8, 2)), LocalTransport(), {Block(0, 4): torch.ones(1)})
 

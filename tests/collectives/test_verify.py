@@ -108,23 +108,25 @@ WRONG = {
     ),
     "a sum counts a piece twice": (
         Table(
-            [["x", "y"], []],
+            [["x"], ["z"]],
             [
-                [Round((Send("x", 0, 1),)), Round((Receive("x", 0, 0),))],
-                [Round((), (Add("x", "y", "sum", 0),)), Round((Send("x", 0, 0),))],
-                [Round((Receive("x", 0, 1),)), Round()],
+                [Round((Send("x", 0, 1),)), Round((Receive("x", 0, 0),), (Add("x", "z", "xz", 0),))],
+                [Round((Receive("xz", 0, 1),), (Add("x", "xz", "sum", 0),)), Round((Send("xz", 0, 0),))],
             ],
             result="sum",
             exact=False,
         ),
-        "rank 0 receives|has no counterpart",
+        r"rank 0, round 1, Add.*counts \['x'\] twice",
     ),
     "the result arrives where a piece is being sent": (
         Table(
             [[A, B], [C]],
             [
                 [Round((), (Add(A, B, AB, 0),)), Round()],
-                [Round((Send(AB, 0, 1), Receive(C, 0, 1))), Round((Receive(AB, 0, 0), Send(C, 0, 0)))],
+                [
+                    Round((Send(AB, 0, 1), Receive(C, 0, 1))),
+                    Round((Receive(AB, 0, 0), Send(C, 0, 0))),
+                ],
             ],
         ),
         "is sent while the result of chunk 0 arrives",
