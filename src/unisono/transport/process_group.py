@@ -79,6 +79,7 @@ class ProcessGroupTransport(Transport):
         self._reason: Exception | None = None
         self._lost: WorkerLostError | None = None
         self._num_pending = 0
+        self._blank = torch.zeros(1, dtype=torch.uint8, device=device)
         self._sockets = Sockets()
         self._pairs: dict[int, Any] = {}
         _meet(store, rank, world_size, timeout_s=timeout_s)
@@ -159,12 +160,19 @@ class ProcessGroupTransport(Transport):
         coalesces = bool(getattr(group, "supports_coalescing", False))
         if coalesces:
             group._start_coalescing()
-        works = [group.recv([_as_bytes(tensor)], peer, 0) for peer, tensor in receives]
-        works += [group.send([_as_bytes(tensor)], peer, 0) for peer, tensor in sends]
+        works = [group.recv([self._as_bytes(tensor)], peer, 0) for peer, tensor in receives]
+        works += [group.send([self._as_bytes(tensor)], peer, 0) for peer, tensor in sends]
         if coalesces:
             works = [group._end_coalescing()] if works else []
         peers = sorted({peer for peer, _ in (*sends, *receives)})
         return [(f"an exchange with ranks {peers}", work) for work in works]
+
+    def _as_bytes(self, tensor: Tensor) -> Tensor:
+        """Return the same memory as bytes; one byte for a signal, since not every backend sends nothing.
+
+        That byte is the transport's own, so that it is there as long as an accelerator may write it.
+        """
+        return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else self._blank
 
     def _sum_by_exchange(self, tensor: Tensor) -> Work:
         """Add up what the backend can't: everybody sends all to all, and adds in the order of ranks."""
@@ -315,10 +323,3 @@ def _close_in_forked_children(transport: ProcessGroupTransport) -> None:
 
 def _tag(tensor: Tensor) -> int:
     return tensor.nbytes % _HANDSHAKE_TAG
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the same memory as bytes; one byte for a signal, since not every backend sends nothing."""
-    if not tensor.numel():
-        return torch.zeros(1, dtype=torch.uint8, device=tensor.device)
-    return tensor.reshape(-1).view(torch.uint8)
