@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from unisono.cluster.launch import PRELOAD, ForkServer
+from unisono.cluster.launch import ForkServer
 from unisono.cluster.process import children
+from unisono.cluster.spawner import PRELOAD
 
 # Tests are sent as code; what pytest's rewritten assertions and fixtures refer to is imported once, here.
 TEST_PRELOAD = (*PRELOAD, "numpy", "pytest", "_pytest.assertion.rewrite")

@@ -14,8 +14,8 @@ from unisono.cluster.environment import usable_cores
 from unisono.cluster.failure import Kind, describe_failure
 from unisono.cluster.launcher import Inbox, JobSpec, Outcome, run_job
 from unisono.cluster.probe import check_backend, count_accelerators
-from unisono.cluster.script import PRELOAD, script_job
-from unisono.cluster.spawner import Spawner
+from unisono.cluster.script import script_job
+from unisono.cluster.spawner import PRELOAD, Spawner
 from unisono.errors import UnisonoError, UsageError
 
 app = typer.Typer(

@@ -17,10 +17,8 @@ from unisono.cluster import environment
 from unisono.cluster.failure import Failure, describe_failure
 from unisono.cluster.launcher import JobSpec, Outcome, run_job
 from unisono.cluster.output import Mode, OutputPlan
-from unisono.cluster.spawner import Spawner
+from unisono.cluster.spawner import PRELOAD, Spawner
 from unisono.errors import JobError, UsageError
-
-PRELOAD = ("torch", "torch.utils.data", "unisono.cluster.connection")
 
 
 def launch(

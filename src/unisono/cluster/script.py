@@ -14,8 +14,6 @@ from unisono.cluster.launcher import JobSpec
 from unisono.cluster.output import Mode, OutputPlan, make_directory
 from unisono.errors import UsageError
 
-PRELOAD = ("torch", "torch.utils.data", "unisono.run")
-
 
 def script_job(
     script: Path,

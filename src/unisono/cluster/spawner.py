@@ -14,6 +14,9 @@ import msgspec
 from unisono.cluster.messages import FromServer, Message, Ready, Signal, Start, Sweep, encode
 from unisono.cluster.process import python_command
 
+PRELOAD = ("torch", "torch._dynamo", "torch.utils.data", "unisono.run")
+"""What every training script imports: the first optimizer imports torch._dynamo, for seconds."""
+
 _MESSAGE_BYTES = 4096
 _END_TIMEOUT_S = 8.0
 
