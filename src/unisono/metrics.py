@@ -248,7 +248,7 @@ def decode(data: bytes) -> list[State]:
 
 
 def _pack(tensor: Tensor) -> _Array:
-    flat = tensor.contiguous().reshape(-1)
+    flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
     return _Array(
         str(tensor.dtype).removeprefix("torch."),
         tuple(tensor.shape),

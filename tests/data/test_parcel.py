@@ -16,6 +16,8 @@ from unisono.data.parcel import BY_VALUE_BYTES, Parcel, pack, unpack
         torch.tensor([True, False]),
         torch.complex(torch.rand(3), torch.rand(3)),
         torch.arange(12).reshape(3, 4)[1],
+        torch.arange(12).reshape(3, 4)[1:2, 1],
+        torch.rand(2, 1, 4, 4).to(memory_format=torch.channels_last),
     ],
     ids=lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}",
 )
@@ -25,6 +27,7 @@ def test_small_tensors_come_back_equal_and_writable(tensor):
     restored = unpack(parcel)
     assert restored["x"][0].dtype == tensor.dtype
     assert torch.equal(restored["x"][0], tensor)
+    assert restored["x"][0].stride() == tensor.stride()
     assert restored["x"][1] == "label"
     restored["x"][0].zero_()
 

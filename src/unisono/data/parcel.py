@@ -65,9 +65,11 @@ class _Pickler(pickle.Pickler):
         self._left -= value.nbytes
         if self._left < 0:
             raise _NotSmall
-        # As bytes, for numpy lacks some dtypes; a view needs a dimension.
-        return _rebuild, (value.reshape(-1).view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+        # As bytes, for numpy lacks some dtypes. The strides of dimensions of size 1 travel too: kernels look at
+        # them to choose a memory format, and with it the bits.
+        flat = value.as_strided((value.numel(),), (1,))
+        return _rebuild, (flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape), value.stride())
 
 
-def _rebuild(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(data).view(dtype).reshape(shape)
+def _rebuild(data: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(data).view(dtype).as_strided(shape, stride)
