@@ -12,10 +12,11 @@ import typer
 
 from unisono.cluster.environment import usable_cores
 from unisono.cluster.failure import Kind, describe_failure
-from unisono.cluster.launcher import Inbox, JobSpec, Outcome, run_job
+from unisono.cluster.launch import ForkServer
+from unisono.cluster.launcher import Inbox, JobSpec, Outcome
 from unisono.cluster.probe import check_backend, count_accelerators
 from unisono.cluster.script import script_job
-from unisono.cluster.spawner import PRELOAD, Spawner
+from unisono.cluster.spawner import PRELOAD
 from unisono.errors import UnisonoError, UsageError
 
 app = typer.Typer(
@@ -149,8 +150,8 @@ def default_num_workers() -> int:
 
 def execute(spec: JobSpec) -> Outcome:
     """Run a job, with this process's signals meant for it."""
-    with Inbox() as inbox, Spawner(() if spec.fresh else PRELOAD) as spawner:
-        return run_job(spec, spawner, inbox=inbox)
+    with Inbox() as inbox, ForkServer(preload=() if spec.fresh else PRELOAD) as server:
+        return server.run(spec, inbox=inbox)
 
 
 def last_words(outcome: Outcome) -> list[str]:

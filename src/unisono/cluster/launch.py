@@ -9,13 +9,13 @@ import sysconfig
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import cloudpickle
 
 from unisono.cluster import environment
 from unisono.cluster.failure import Failure, describe_failure
-from unisono.cluster.launcher import JobSpec, Outcome, run_job
+from unisono.cluster.launcher import Inbox, JobSpec, Outcome, run_job
 from unisono.cluster.output import Mode, OutputPlan
 from unisono.cluster.spawner import PRELOAD, Spawner
 from unisono.errors import JobError, UsageError
@@ -93,8 +93,6 @@ class ForkServer:
         """Do what the function `launch` does."""
         if n < 1:
             raise UsageError(f"launch on {n} workers: expected at least 1")
-        if self._spawner is None:
-            raise UsageError("this ForkServer is not running: use it in a with statement")
         spec = JobSpec(
             world_size=n,
             argv=sys.argv,
@@ -107,10 +105,23 @@ class ForkServer:
             flags=flags or {},
             output=OutputPlan(output),
         )
-        with self._busy:
-            outcome = run_job(spec, self._spawner)
+        outcome = self.run(spec)
         _raise_failure(outcome)
         return [cloudpickle.loads(outcome.values[rank]) for rank in range(n)]
+
+    def run(
+        self,
+        spec: JobSpec,
+        *,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        inbox: Inbox | None = None,
+    ) -> Outcome:
+        """Run a job to its end and return how it ended. Blocking. See `run_job`."""
+        if self._spawner is None:
+            raise UsageError("this ForkServer is not running: use it in a with statement")
+        with self._busy:
+            return run_job(spec, self._spawner, out=out, err=err, inbox=inbox)
 
 
 def _raise_failure(outcome: Outcome) -> None:
