@@ -43,7 +43,7 @@ class Joiner:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-reduce") if background else None
         self._schedules: dict[Assignment, Schedule] = {}
         self._schedule: Schedule | None = None
-        self._scratch: dict[str, Scratch] = {}
+        self._scratch = Scratch()
         self._step = 0
 
     def begin(self, assignment: Assignment, *, step: int) -> None:
@@ -82,9 +82,14 @@ class Joiner:
         if not parts:  # an idle worker
             parts = [torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=bucket.device)]
         if self._exact:
-            scratch = self._scratch.setdefault(key, Scratch())
             return execute(
-                self._schedule, self.transport, partials, out=parts[0], key=key, scale=scale, scratch=scratch
+                self._schedule,
+                self.transport,
+                partials,
+                out=parts[0],
+                key=key,
+                scale=scale,
+                scratch=self._scratch,
             )
         for part in parts[1:]:
             parts[0].add_(part)

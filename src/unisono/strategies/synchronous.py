@@ -114,6 +114,7 @@ class SynchronousEngine:
         self._gradients = self._plan(list(context.parameters()))
         self._sent: dict[int, Future[Tensor]] = {}
         self._complete: set[int] = set()
+        self._early_scale = 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference weight, all that outlives a step."""
@@ -155,7 +156,7 @@ class SynchronousEngine:
                 keeper.restore()
                 self._gradients.collector.clear()
                 return StepResult(math.nan, 0.0)
-            self._reduce(batch, table, reference=reference)
+            self._reduce(table, scale=reference / table.weight)
             self._statistics.put(self._joiner, batch.assignment, table, reference=reference)
         except BaseException:
             keeper.restore()
@@ -241,8 +242,8 @@ class SynchronousEngine:
         run.started = True
         if not self._reference.is_agreed:
             self._agree_on_reference(run.batch, given)
-        scales = [self._leaf_scale(bucket, run.batch) for bucket in self._gradients.buckets]
-        self._gradients.collector.begin_step(run.merges, scales=scales)
+        self._early_scale = self._reference.factor_beforehand(run.batch)
+        self._gradients.collector.begin_step(run.merges)
         self._statistics.begin_pass(run.merges)
         self._sent.clear()
         self._complete.clear()
@@ -264,45 +265,45 @@ class SynchronousEngine:
         )
         self._reference.agree(message)
 
-    def _leaf_scale(self, bucket: Bucket, batch: GlobalBatch) -> float:
-        """Return the part of the final factor that gradients of this bucket are multiplied by at once.
-
-        Not for float16, whose range is too small for the product to be exact.
-        """
-        return 1.0 if bucket.dtype == torch.float16 else self._reference.factor_beforehand(batch)
-
     def _send(self, number: int) -> None:
         """Note that a bucket is complete, and send all that are, in their fixed order."""
         self._complete.add(number)
         while len(self._sent) in self._complete:
             following = len(self._sent)
-            self._sent[following] = self._joiner.submit(partial(self._join, following, scale=1.0))
+            self._sent[following] = self._joiner.submit(partial(self._join, following))
 
-    def _reduce(self, batch: GlobalBatch, table: StepTable, *, reference: float) -> None:
-        """Join all buckets and hand the gradients to the parameters. *Collective.*"""
+    def _reduce(self, table: StepTable, *, scale: float) -> None:
+        """Join all buckets, times `scale`, and hand the gradients to the parameters. *Collective.*"""
         present = table.present()
         for number, bucket in enumerate(self._gradients.buckets):
             if not any(present[slot.index] for slot in bucket.slots):
                 continue  # all know it from the table
-            scale = reference / table.weight / self._leaf_scale(bucket, batch)
             first, last = (self._gradients.named[bucket.slots[at].index][0] for at in (0, -1))
             operation = f"reduce of bucket {number} ({first} .. {last})"
             total = self._joiner.collect(operation, self._joining(number, scale))
             self._gradients.collector.publish(number, total, present=present)
 
     def _joining(self, number: int, scale: float) -> Callable[[], Tensor]:
-        """Return what yields a bucket's sum times `scale`, sent before or not."""
-        sent = self._sent.get(number)
-        if sent is None:
-            return lambda: self._join(number, scale=scale)
-        return lambda: sent.result().mul_(scale) if scale != 1.0 else sent.result()
+        """Return what yields a bucket's sum times `scale`, sent before or not.
 
-    def _join(self, number: int, *, scale: float) -> Tensor:
+        The part of the scale that was known beforehand is applied while joining, also to what is sent now:
+        both must be rounded alike.
+        """
+        rest = scale / self._early_scale
+        sent = self._sent.get(number)
+
+        def joined() -> Tensor:
+            total = self._join(number) if sent is None else sent.result()
+            return total.mul_(rest) if rest != 1.0 else total
+
+        return joined
+
+    def _join(self, number: int) -> Tensor:
         return self._joiner.join(
             self._gradients.collector.partials(number),
             self._gradients.buckets[number],
             key=f"{self._context.number}/bucket{number}",
-            scale=scale,
+            scale=self._early_scale,
         )
 
     def _replan_if_parameters_changed(self) -> None:

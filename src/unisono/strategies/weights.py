@@ -92,16 +92,12 @@ class WeightReference:
         return self._reference
 
     def factor_beforehand(self, batch: GlobalBatch) -> float:
-        """Return reference / total weight if that is known before the step and a power of two, else 1.
-
-        Multiplying by it is exact, so it may be done to each gradient instead of to their sum.
-        """
+        """Return reference / total weight if that is known before the step, else 1."""
         if not self.known_beforehand:
             return 1.0
         weights = [float(size) for size in batch.sizes]
         total = tree_sum(weights, add)
-        factor = self.of(batch, weights) / total if total else 1.0
-        return factor if math.frexp(factor)[0] == 0.5 else 1.0
+        return self.of(batch, weights) / total if total else 1.0
 
     def advance(self, total: float, num_micro_batches: int) -> None:
         """After a step: take the reference of the next one from the mean weight of this one."""
