@@ -57,6 +57,7 @@ class Connection:
         local_rank: number of this worker on its host.
         local_world_size: number of workers on its host.
         run_id: name of the run.
+        step_timeout_s: how long one operation may wait for other workers, or for data.
         address: the local address on which other workers of the run reach this one; loopback on one host.
         store: the run's store, for a rendezvous; None when alone.
         flags: settings given on the command line of `unisono run`, only those given: ``backend``,
@@ -76,18 +77,25 @@ class Connection:
         self._link = link
         self._watchdog: Watchdog | None = None
         self._closed = False
+        self.step_timeout_s = step_timeout_s or float(self.flags.get("step_timeout_s", STEP_TIMEOUT_S))
         if link is not None:
-            timeout_s = step_timeout_s or float(self.flags.get("step_timeout_s", STEP_TIMEOUT_S))
-            self._watchdog = Watchdog(link, rank=self.rank, timeout_s=timeout_s, stop_fd=environment.stop_fd)
+            self._watchdog = Watchdog(
+                link, rank=self.rank, timeout_s=self.step_timeout_s, stop_fd=environment.stop_fd
+            )
             self._watchdog.on_abort(link.abort)
             link.when_stopped(self._watchdog.wake)
             self._watchdog.start()
         # A script that forgets to close is no failure: the others learn that it left in order.
         atexit.register(self.close)
 
-    def enter(self, operation: str, step: int) -> None:
-        """Note that the main thread now does `operation` of `step`. Its deadline starts. Under 1 us."""
+    def enter(self, operation: str, step: int, *, waits: bool = True) -> None:
+        """Note that the main thread now does `operation` of `step`. Its deadline starts. Under 1 us.
+
+        With `waits=False` it has no deadline: it waits for nobody, but runs the user's model or metric.
+        """
         if self._watchdog is not None:
+            if not waits:
+                operation = f"{USER_CODE} ({operation})"
             self._watchdog.position = Position(operation, step, time.monotonic())
 
     def leave(self) -> None:

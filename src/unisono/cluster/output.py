@@ -53,14 +53,14 @@ class OutputPlan:
 
     Args:
         mode: ``"first"`` shows rank 0's, ``"all"`` everybody's with the rank before each line.
-        directory: where the output that is not shown is kept (``rank-1.log``); None drops it.
-        temporary: `directory` is ours: it is removed when nothing is in it.
+        keep: keep the output that is not shown, in files (``rank-1.log``), instead of dropping it.
+        directory: where it is kept; None is a new folder for temporary files, removed if nothing is in it.
         inherit: rank 0 gets our own standard streams instead of a pipe that we read.
     """
 
     mode: Mode = "first"
+    keep: bool = False
     directory: Path | None = None
-    temporary: bool = False
     inherit: bool = False
 
 
@@ -77,6 +77,7 @@ class Outputs:
         self._plan = plan
         self._sinks = (out, err)
         self._pipes: dict[int, _Pipe] = {}
+        self._directory = plan.directory
         self._files: list[Path] = []
 
     @contextmanager
@@ -140,8 +141,10 @@ class Outputs:
 
     def _file(self, rank: int) -> tuple[int, int]:
         path = Path(os.devnull)
-        if self._plan.directory is not None:
-            path = self._plan.directory / f"rank-{rank}.log"
+        if self._plan.keep:
+            if self._directory is None:
+                self._directory = Path(tempfile.mkdtemp(prefix="unisono-"))
+            path = self._directory / f"rank-{rank}.log"
             self._files.append(path)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         return descriptor, os.dup(descriptor)
@@ -150,15 +153,9 @@ class Outputs:
         for path in self.logs:
             if path.stat().st_size == 0:
                 path.unlink()
-        directory = self._plan.directory
-        if directory is not None and self._plan.temporary and directory.exists():
-            with contextlib.suppress(OSError):  # not empty
-                directory.rmdir()
-
-
-def make_directory(run_id: str) -> Path:
-    """Create a folder for the output of one run, readable by this user only."""
-    return Path(tempfile.mkdtemp(prefix=f"unisono-{run_id}-"))
+        if self._directory is not None and self._plan.directory is None:
+            with contextlib.suppress(OSError):  # something is in it
+                self._directory.rmdir()
 
 
 def _show(pipe: _Pipe, text: str) -> None:

@@ -13,6 +13,11 @@ USER_CODE = "user code"
 STALE_AFTER_S = 3.0  # three heartbeats
 
 
+def in_user_code(operation: str) -> bool:
+    """Whether `operation` is the script's own or the model's work, which may take any time."""
+    return operation.startswith(USER_CODE)
+
+
 class Position(NamedTuple):
     """Where the main thread of this worker is, and since when (``time.monotonic()``)."""
 
@@ -52,7 +57,7 @@ def find_missing(rank: int, *, step: int, sightings: Iterable[Sighting]) -> list
     kinds = (
         [s for s in others if s.ended or s.pid == 0],
         [s for s in others if s.heartbeat_age_s > STALE_AFTER_S],
-        [s for s in others if s.operation == USER_CODE],
+        [s for s in others if in_user_code(s.operation)],
         [s for s in others if s.step < step],
     )
     return next((kind for kind in kinds if kind), [])

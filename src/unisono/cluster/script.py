@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from unisono.cluster import environment
 from unisono.cluster.launcher import JobSpec
-from unisono.cluster.output import Mode, OutputPlan, make_directory
+from unisono.cluster.output import Mode, OutputPlan
 from unisono.errors import UsageError
 
 
@@ -45,7 +44,6 @@ def script_job(
         UsageError: the script is no readable file, or a number is out of range.
     """
     _check(script, world_size=world_size, grace_s=grace_s)
-    run_id = secrets.token_hex(4)
     path = script.absolute()
     return JobSpec(
         world_size=world_size,
@@ -58,8 +56,7 @@ def script_job(
         fresh=fresh,
         grace_s=grace_s,
         flags=dict(flags or {}),
-        output=_output_plan(output, output_directory, run_id, world_size=world_size, inherit=inherit),
-        run_id=run_id,
+        output=_output_plan(output, output_directory, inherit=inherit),
     )
 
 
@@ -76,15 +73,10 @@ def _check(script: Path, *, world_size: int, grace_s: float) -> None:
         raise UsageError(f"{script}: may not be read by this user")
 
 
-def _output_plan(
-    mode: Mode, directory: Path | None, run_id: str, *, world_size: int, inherit: bool
-) -> OutputPlan:
+def _output_plan(mode: Mode, directory: Path | None, *, inherit: bool) -> OutputPlan:
     if directory is not None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{directory}: can't be used for output: {error.strerror}") from error
-        return OutputPlan(mode, directory=directory, inherit=inherit)
-    if mode == "all" or world_size == 1:
-        return OutputPlan(mode, inherit=inherit)
-    return OutputPlan(mode, directory=make_directory(run_id), temporary=True, inherit=inherit)
+    return OutputPlan(mode, keep=True, directory=directory, inherit=inherit)

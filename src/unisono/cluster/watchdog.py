@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from unisono.cluster.position import USER_CODE, Position, Sighting, describe_wait
+from unisono.cluster.position import USER_CODE, Position, Sighting, describe_wait, in_user_code
 from unisono.errors import DeadlineError, TransportError
 
 HEARTBEAT_S = 1.0
@@ -70,6 +70,7 @@ class Watchdog:
         self._stopping = True
         self.wake()
         self._thread.join()
+        self._board.publish(self.position)  # where it was last, for whoever waits for it later
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -116,7 +117,7 @@ class Watchdog:
             self._abort(TransportError(f"rank {self._rank}: told to end by SIGTERM"))
 
     def _overdue(self, position: Position, waited_s: float) -> DeadlineError | None:
-        if position.operation == USER_CODE or waited_s < self._timeout_s:
+        if in_user_code(position.operation) or waited_s < self._timeout_s:
             return None
         sightings = self._board.sightings(min(self._timeout_s, 2.0))
         if self.position is not position:  # it went on meanwhile
