@@ -11,7 +11,7 @@ This file owns the pass over the data and the exchange of states, not the metric
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,9 @@ from unisono.randomness import derive, keyed
 from unisono.transport.base import Transport
 
 
+NOBODY_ASKS: AbstractContextManager[object] = nullcontext()
+
+
 def evaluate(
     model: nn.Module,
     dataset: Any,
@@ -43,6 +46,7 @@ def evaluate(
     collate_fn: Collate | None = None,
     num_workers: int = 0,
     timeout_s: float = 1800.0,
+    waiting: AbstractContextManager[object] = NOBODY_ASKS,
 ) -> Any:
     """Return the figures of `metrics` for `model` on all of `dataset`, the same on every worker.
 
@@ -67,6 +71,7 @@ def evaluate(
         collate_fn: list of samples -> micro-batch; None for torch's `default_collate`.
         num_workers: loader processes of this worker; 0 loads in the main process.
         timeout_s: how long to wait for one micro-batch of a loader process.
+        waiting: entered while this worker waits for the others' states.
 
     Returns:
         The figure: a float, or what ``compute()`` of a torchmetrics object returns (one number as a float). For
@@ -100,7 +105,8 @@ def evaluate(
     ):
         run = _Pass(model, tuple(named.values()), micro_batches, device, seed, seed_generators)
         own = {block: run.states(block) for block in share.blocks[rank]}
-    states = _merge_all(own, share, run.metrics, transport)
+    with waiting:
+        states = _merge_all(own, share, run.metrics, transport)
     figures = {
         name: metric.finish(state, len(parts))
         for (name, metric), state in zip(named.items(), states, strict=True)

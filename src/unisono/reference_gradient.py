@@ -23,7 +23,7 @@ Gradients = dict[str, Tensor]
 class _Silent:
     """Operations that nobody watches."""
 
-    def enter(self, operation: str, step: int) -> None:
+    def enter(self, operation: str, step: int, *, waits: bool = True) -> None:
         """Note nothing."""
 
     def leave(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.events import Event, StepFinished
 from unisono.gradients.clipping import clip_by_norm
+from unisono.gradients.parameters import named_parameters, outside_parameters
 from unisono.strategies.base import (
     GlobalBatch,
     LossFunction,
@@ -120,23 +121,38 @@ class Replica:
             )
         self._pending = None
         if result.weight:
-            self._operations.enter("update", self.num_steps)
+            self._operations.enter("update", self.num_steps, waits=False)
             self.optimizer.step()
             self._operations.leave()
         self.num_steps += 1
         self._emit(StepFinished(self.number, self.num_steps - 1, loss=result.loss, weight=result.weight))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer, count of steps and what the strategy keeps."""
+        """Return model, optimizer, parameters that only it knows, count of steps and what the strategy keeps."""
+        outside = outside_parameters(self.model, self.optimizer)
         return {
             "model": self.model.state_dict(),
+            "outside": {name: parameter.detach() for name, parameter in outside},
             "optimizer": self.optimizer.state_dict(),
             "num_steps": self.num_steps,
             "strategy": self._engine.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state, written at any world size."""
+        """Take over a state, written at any world size.
+
+        Raises:
+            UsageError: the optimizer has other parameters besides the model's than when the state was taken.
+        """
+        outside = dict(outside_parameters(self.model, self.optimizer))
+        if outside.keys() != state["outside"].keys():
+            raise UsageError(
+                f"replica {self.number}: the state has {sorted(state['outside'])} besides the model's parameters, "
+                f"this optimizer {sorted(outside)}: build the optimizer as it was before loading."
+            )
+        with torch.no_grad():
+            for name, parameter in outside.items():
+                parameter.copy_(state["outside"][name])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps = state["num_steps"]
@@ -147,14 +163,6 @@ class Replica:
         self._engine.close()
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what is trained now: the model's parameters, then those that only the optimizer knows."""
-        seen = set()
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                seen.add(id(parameter))
-                yield name, parameter
-        for group_number, group in enumerate(self.optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield f"optimizer group {group_number}, parameter {index}", parameter
+        """Yield what is trained now."""
+        named = named_parameters(self.model, self.optimizer)
+        yield from ((name, parameter) for name, parameter in named if parameter.requires_grad)

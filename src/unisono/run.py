@@ -26,7 +26,7 @@ from unisono.errors import TransportError, UsageError
 from unisono.evaluation import evaluate
 from unisono.events import Event, Notice, Observer
 from unisono.fingerprint import fingerprint
-from unisono.grid import Assignment, assign, check_shares, even_shares, scale_shares
+from unisono.grid import Assignment, assign, even_shares, scale_shares
 from unisono.initial_state import share_initial_state
 from unisono.randomness import derive, seed_all
 from unisono.replica import Replica
@@ -83,6 +83,7 @@ def join(
     if backend is not None:
         check_backend(backend)
     environment = detect()
+    chosen = _choose_device(environment, device)
     connection = connect(environment, step_timeout_s)
     flags = connection.flags
     return Run(
@@ -91,7 +92,7 @@ def join(
         assignment=assignment,
         threads_per_worker=threads_per_worker or flags.get("threads_per_worker"),
         backend=backend or flags.get("backend"),
-        device=_choose_device(environment, device),
+        device=chosen,
         observer=observer or _print_notices,
     )
 
@@ -173,9 +174,8 @@ class Run:
             UsageError: a parameter is on another device.
             MismatchError: workers built different models; names the first difference.
         """
-        self._connection.enter("sharing of the initial state", -1)
-        share_initial_state(model, optimizer, self._transport, device=self.device)
-        self._connection.leave()
+        with self._doing("sharing of the initial state"):
+            share_initial_state(model, optimizer, self._transport, device=self.device)
         replica = Replica(
             model,
             optimizer,
@@ -232,6 +232,7 @@ class Run:
             collate_fn=collate_fn,
             seed=self.seed,
             device=self.device,
+            timeout_s=self._connection.step_timeout_s,
             name=f"loader {len(self._loaders)}",
         )
         self._loaders.append(loader)
@@ -252,26 +253,24 @@ class Run:
         *Collective: every rank calls this, in the same order.* See `unisono.evaluation.evaluate`.
 
         Args:
-            metrics: a function ``metric(model, micro_batch) -> (mean value, weight)``, or a dict of these
-                and of pairs ``(torchmetrics object, predict)``.
+            metrics: a function ``metric(model, micro_batch) -> (mean value, weight)``, a torchmetrics object,
+                a pair ``(torchmetrics object, predict)``, or a dict of these.
             batch_size: samples in one forward pass.
         """
-        self._connection.enter("evaluation", self._step)
-        try:
-            return evaluate(
-                model,
-                dataset,
-                metrics,
-                batch_size=batch_size,
-                transport=self._transport,
-                rank=self.rank,
-                seed=self.seed,
-                device=self.device,
-                collate_fn=collate_fn,
-                num_workers=num_workers,
-            )
-        finally:
-            self._connection.leave()
+        return evaluate(
+            model,
+            dataset,
+            metrics,
+            batch_size=batch_size,
+            transport=self._transport,
+            rank=self.rank,
+            seed=self.seed,
+            device=self.device,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            timeout_s=self._connection.step_timeout_s,
+            waiting=self._doing("merge of metrics"),
+        )
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the numbers of the epochs still to be done, from where the run stands."""
@@ -376,6 +375,15 @@ class Run:
         )
 
     @contextmanager
+    def _doing(self, operation: str) -> Iterator[None]:
+        """Say, for those who wait for this worker, that it waits for them in `operation`."""
+        self._connection.enter(operation, self._step)
+        try:
+            yield
+        finally:
+            self._connection.leave()
+
+    @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
         try:
             yield
@@ -426,7 +434,10 @@ def check_assignment(assignment: str | Sequence[int], world_size: int) -> None:
         raise UsageError(
             f"assignment={list(assignment)} has {len(assignment)} shares, but the run has {world_size} workers."
         )
-    check_shares(sum(assignment), assignment, allow_idle=True)
+    if not all(isinstance(share, int) and share >= 0 for share in assignment) or not any(assignment):
+        raise UsageError(
+            f"assignment={list(assignment)}: expected whole numbers of at least 0, not all of them 0."
+        )
 
 
 @contextmanager
@@ -459,12 +470,21 @@ def reproducible(device: torch.device, threads_per_worker: int | None, *, strict
 def _choose_device(environment: Environment, device: str | torch.device | None) -> torch.device:
     """Return this worker's device: as asked, else an accelerator of its own if the host has enough, else CPU."""
     if device is not None:
-        return torch.device(device)
+        return _usable_device(device)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or environment.local_rank >= torch.accelerator.device_count():
         return torch.device("cpu")
     torch.accelerator.set_device_index(environment.local_rank)
     return torch.device(accelerator.type, environment.local_rank)
+
+
+def _usable_device(device: str | torch.device) -> torch.device:
+    """Return `device`, on which something was allocated to see that it is there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"device={str(device)!r} can't be used here: {reason}") from error
 
 
 def _print_notices(event: Event) -> None:

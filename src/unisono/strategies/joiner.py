@@ -54,9 +54,9 @@ class Joiner:
         self._step = step
 
     @contextmanager
-    def doing(self, operation: str) -> Iterator[None]:
-        """Say what this worker is doing, for those who wait for it."""
-        self._operations.enter(operation, self._step)
+    def doing(self, operation: str, *, waits: bool = True) -> Iterator[None]:
+        """Say what this worker is doing, for those who wait for it; and whether it waits for them."""
+        self._operations.enter(operation, self._step, waits=waits)
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from unisono.collectives.gather import gather_bytes
 from unisono.errors import MismatchError
+from unisono.fingerprint import raw_bytes
 from unisono.gradients.buckets import plan_buckets
 from unisono.gradients.buffers import BufferKeeper
 from unisono.gradients.partial_sums import PartialSums
@@ -96,16 +98,20 @@ class Statistics:
                 f"sharing of buffer {self.keeper.other_names[index]}",
                 lambda: gather_bytes(joiner.transport, parts, 1),
             )
-            value = _from_bytes(content, like) if value is None else value
+            value = _from_bytes(content, like.device) if value is None else value
         assert value is not None
         self.keeper.put_other(index, value)
 
 
 def _to_bytes(value: Tensor) -> bytes:
-    return bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    header = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)])
+    return header.encode() + b"\n" + bytes(raw_bytes(value))
 
 
-def _from_bytes(content: bytes, like: Tensor) -> Tensor:
-    if not content:
-        return like.clone()
-    return torch.frombuffer(bytearray(content), dtype=like.dtype).reshape(like.shape).to(like.device)
+def _from_bytes(message: bytes, device: torch.device) -> Tensor:
+    header, _, content = message.partition(b"\n")
+    dtype, shape = json.loads(header)
+    value = torch.empty(shape, dtype=getattr(torch, dtype))
+    if content:
+        value.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return value.to(device)

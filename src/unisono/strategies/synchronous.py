@@ -171,6 +171,7 @@ class SynchronousEngine:
     ) -> StepTable:
         """Run forward and backward of every own micro-batch; share what happened. *Collective.*"""
         run = self._new_pass(batch, step)
+        self._gradients.collector.clear()
         numbers = batch.assignment.micro_batches(self._joiner.transport.rank)
         supply = iter(data)
         with keyed(self._context.device) as seed:
@@ -183,7 +184,7 @@ class SynchronousEngine:
                 assert got == number, f"the batch yields micro-batch {got}, expected {number}"
                 self._statistics.keeper.restore()
                 seed(derive(self._context.seed, "step", self._context.number, step, number))
-                with self._joiner.doing(f"forward of micro-batch {number}"):
+                with self._joiner.doing(f"forward of micro-batch {number}", waits=False):
                     loss, given = unpack_loss(loss_fn(self._context.model, micro_batch), number)
                 self._run_backward(run, number, loss=loss, given=given, last=last)
         self._start_sums(run, None)
@@ -210,9 +211,13 @@ class SynchronousEngine:
         weight = float(run.batch.sizes[number]) if given is None else given
         factor = weight / self._reference.of(run.batch, {number: weight})
         collector, keeper = self._gradients.collector, self._statistics.keeper
+        if weight == 0:
+            collector.clear()
+        elif factor != 1.0:
+            collector.multiply(factor)
         self._begin_leaf(run, number, last=last)
         if weight != 0 and loss.requires_grad:
-            with self._joiner.doing(f"backward of micro-batch {number}"):
+            with self._joiner.doing(f"backward of micro-batch {number}", waits=False):
                 (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
         present = collector.end_leaf()
         changes = keeper.harvest()
@@ -310,6 +315,9 @@ class SynchronousEngine:
         named = list(self._context.parameters())
         order = self._gradients.next_order
         changed = _signature(named) != self._gradients.signature
+        if changed:
+            # Whatever changed the parameters may have changed the buffers with them.
+            self._statistics = Statistics(self._context.model, key=str(self._context.number))
         if changed or order is not None:
             self._gradients.collector.clear()
             self._gradients.collector.close()
