@@ -164,7 +164,7 @@ def last_words(outcome: Outcome) -> list[str]:
     lines = [f"unisono: output of another worker: {path}" for path in outcome.logs]
     if failure.traceback:
         lines += [f"unisono: traceback of rank {failure.rank}:", failure.traceback.rstrip()]
-    early = [str(rank) for rank, code in outcome.ended_early.items() if code == 0]
-    if failure.kind == Kind.CONSEQUENCE and early:
-        lines.append(f"unisono: ended before that without an error: worker {', '.join(early)}")
+    if failure.kind == Kind.CONSEQUENCE and outcome.left_early:
+        names = ", ".join(map(str, outcome.left_early))
+        lines.append(f"unisono: ended before that without an error: worker {names}")
     return [*lines, f"unisono: {describe_failure(failure)}"]

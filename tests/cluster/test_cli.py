@@ -134,7 +134,7 @@ def test_the_last_line_says_who_failed_and_the_traceback_is_above_it():
 
 def test_who_ended_early_is_named_when_only_consequences_are_known():
     failure = Failure(2, 3, Kind.CONSEQUENCE, "WorkerLostError: lost")
-    lines = cli.last_words(Outcome(1, failure, {0: 0, 2: 1}, ended_early={0: 0}))
+    lines = cli.last_words(Outcome(1, failure, {0: 0, 2: 1}, left_early=[0]))
     assert lines[0] == "unisono: ended before that without an error: worker 0"
 
 

@@ -150,9 +150,16 @@ def test_a_signal_while_a_failed_job_ends_kills_and_keeps_the_failure():
     assert job.exit_code == 1
 
 
-def test_who_ended_before_the_others_were_told_to_is_remembered():
+def test_workers_that_failed_first_are_blamed_and_no_others():
     job = make_job()
     end(job, 1, 0)
     job.report(raised(), now=1.0)
     end(job, 0, 143)
-    assert job.ended_early == {1: 0}
+    assert [job.blames(rank) for rank in range(3)] == [False, False, True]
+
+
+def test_the_step_of_a_killed_worker_is_where_the_others_waited_for_it():
+    job = make_job()
+    job.exit(1, -9, step=-1, joined=True, now=0.0)
+    job.report(consequence(0), now=0.1)
+    assert (job.failure.rank, job.failure.step) == (1, 3)

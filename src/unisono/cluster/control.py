@@ -95,6 +95,10 @@ class Master:
         member = self._members.get(rank)
         return member is not None and not member.left
 
+    def left(self, rank: int) -> bool:
+        """Return whether a worker has joined and left in order, or its process is gone."""
+        return rank in self._members and self._members[rank].left
+
     def step_of(self, rank: int) -> int:
         """Return the last known step of a worker, -1 before the first."""
         member = self._members.get(rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import IntEnum
 
 import msgspec
@@ -53,9 +53,16 @@ def describe_exception(error: BaseException, *, rank: int, step: int) -> Failure
     return Failure(rank, step, _kind(error), _summarize(error), text)
 
 
-def choose_primary(failures: Iterable[Failure]) -> Failure:
-    """Return the failure to show: the one that explains most; among equals the first that was reported."""
-    return min(failures, key=lambda failure: failure.kind)
+def choose_primary(failures: Sequence[Failure]) -> Failure:
+    """Return the failure to show: the one that explains most; among equals the first that was reported.
+
+    A worker that was killed could not say at which step; those that waited for it could.
+    """
+    primary = min(failures, key=lambda failure: failure.kind)
+    if primary.kind != Kind.KILLED:
+        return primary
+    waited_at = (failure.step for failure in failures if failure.kind == Kind.CONSEQUENCE)
+    return msgspec.structs.replace(primary, step=max(primary.step, *waited_at, -1))
 
 
 def describe_failure(failure: Failure) -> str:

@@ -56,7 +56,6 @@ class Job:
         self.state = State.RUNNING
         self.interrupted_by: signal.Signals | None = None
         self.ended: dict[int, int] = {}  # exit code of each worker that ended; minus the signal
-        self.ended_early: dict[int, int] = {}  # before the others were told to end
         self._world_size = world_size
         self._grace_s = grace_s
         self._failures: list[Failure] = []
@@ -72,6 +71,10 @@ class Job:
     def failure(self) -> Failure | None:
         """The failure to show, or None."""
         return choose_primary(self._failures) if self._failures else None
+
+    def blames(self, rank: int) -> bool:
+        """Return whether a worker failed before the others were told to end."""
+        return any(failure.rank == rank for failure in self._failures)
 
     @property
     def exit_code(self) -> int:
@@ -133,7 +136,6 @@ class Job:
 
     def _stop(self, reason: str, kill_at: float) -> list[Action]:
         self.state, self._deadline = State.STOPPING, kill_at
-        self.ended_early = dict(self.ended)
         return [TellAll(reason), SendSignal(signal.SIGTERM)]
 
     def _kill(self) -> list[Action]:

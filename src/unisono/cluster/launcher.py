@@ -87,7 +87,7 @@ class Outcome:
         exit_code: what the launcher should exit with.
         failure: the failure to show, or None.
         ended: exit code of every worker that ended; minus the signal that killed it.
-        ended_early: those of `ended` that ended before the others were told to.
+        left_early: workers that were done, without an error, when the others were told to end.
         interrupted_by: name of the signal that stopped the job, or None.
         values: pickled return value of each worker, by rank.
         logs: files with output of workers that was not shown.
@@ -97,7 +97,7 @@ class Outcome:
     exit_code: int
     failure: Failure | None
     ended: Mapping[int, int]
-    ended_early: Mapping[int, int] = field(default_factory=dict)
+    left_early: Sequence[int] = ()
     interrupted_by: str | None = None
     values: Mapping[int, bytes] = field(default_factory=dict)
     logs: Sequence[Path] = ()
@@ -189,6 +189,7 @@ class Launcher:
         self._selector = selectors.DefaultSelector()
         self._to_master = msgspec.msgpack.Decoder(ToMaster)
         self._from_process = msgspec.msgpack.Decoder(FromProcess)
+        self._left_early: list[int] | None = None  # None until the others are told to end
         self._swept: int | None = None
 
     def run(self) -> Outcome:
@@ -208,7 +209,7 @@ class Launcher:
             job.exit_code,
             job.failure,
             job.ended,
-            ended_early=job.ended_early,
+            left_early=self._find_done() if self._left_early is None else self._left_early,
             interrupted_by=None if job.interrupted_by is None else job.interrupted_by.name,
             values=self._values,
             logs=self._outputs.logs,
@@ -321,11 +322,17 @@ class Launcher:
         for action in actions:
             match action:
                 case TellAll(reason=reason):
+                    self._left_early = self._find_done()
                     for worker in self._workers.values():
                         worker.control.send(Stop(reason))
                 case SendSignal(number=number):
                     for rank in self._workers:
                         self._spawner.signal(rank, number)
+
+    def _find_done(self) -> list[int]:
+        """Return the workers that have left or ended without an error."""
+        well = [rank for rank in self._workers if not self._job.blames(rank)]
+        return [rank for rank in well if self._master.left(rank) or self._job.ended.get(rank) == 0]
 
     def _start_all(self) -> None:
         for rank in range(self._spec.world_size):
