@@ -12,11 +12,13 @@ import typer
 
 from unisono.cluster.environment import usable_cores
 from unisono.cluster.failure import Kind, describe_failure
+from unisono.cluster.inbox import Inbox
 from unisono.cluster.launch import ForkServer
-from unisono.cluster.launcher import Inbox, JobSpec, Outcome
 from unisono.cluster.probe import check_backend, count_accelerators
+from unisono.cluster.process import adopt_orphans, kill_orphans
 from unisono.cluster.script import script_job
 from unisono.cluster.spawner import PRELOAD
+from unisono.cluster.spec import JobSpec, Outcome
 from unisono.errors import UnisonoError, UsageError
 
 app = typer.Typer(
@@ -150,8 +152,12 @@ def default_num_workers() -> int:
 
 def execute(spec: JobSpec) -> Outcome:
     """Run a job, with this process's signals meant for it."""
-    with Inbox() as inbox, ForkServer(preload=() if spec.fresh else PRELOAD) as server:
-        return server.run(spec, inbox=inbox)
+    adopt_orphans()  # of a fork server that was killed
+    try:
+        with Inbox() as inbox, ForkServer(preload=() if spec.fresh else PRELOAD) as server:
+            return server.run(spec, inbox=inbox)
+    finally:
+        kill_orphans()
 
 
 def last_words(outcome: Outcome) -> list[str]:

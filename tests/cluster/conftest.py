@@ -13,8 +13,8 @@ import pytest
 
 from unisono import cli
 from unisono.cluster.launch import ForkServer
-from unisono.cluster.launcher import Outcome
 from unisono.cluster.script import script_job
+from unisono.cluster.spec import Outcome
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from unisono import cli
 from unisono.cluster.failure import Failure, Kind
-from unisono.cluster.launcher import Outcome
+from unisono.cluster.spec import Outcome
 from unisono.errors import UsageError
 
 

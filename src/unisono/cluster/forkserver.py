@@ -32,7 +32,7 @@ from unisono.cluster.messages import (
     ToServer,
     encode,
 )
-from unisono.cluster.process import adopt_orphans, children, python_command
+from unisono.cluster.process import adopt_orphans, kill_orphans, python_command
 
 NUM_DESCRIPTORS = 4
 _MESSAGE_BYTES = 4096
@@ -86,7 +86,7 @@ class ForkServer:
             case Signal(rank=rank, signal=number):
                 self._signal(number, rank=rank)
             case Sweep():
-                self._tell(Swept(self._sweep()))
+                self._tell(Swept(kill_orphans(keep=self._ranks)))
         return True
 
     def _start(self, rank: int, descriptors: list[int], *, fresh: bool) -> None:
@@ -136,17 +136,6 @@ class ForkServer:
             if rank is not None:
                 self._tell(Exited(rank, pid, os.waitstatus_to_exitcode(status)))
 
-    def _sweep(self) -> int:
-        """Kill and reap all children but workers, and theirs as they come up; return how many."""
-        killed = 0
-        while orphans := [pid for pid in children(os.getpid()) if pid not in self._ranks]:
-            for pid in orphans:
-                os.kill(pid, signal.SIGKILL)
-            for pid in orphans:
-                os.waitpid(pid, 0)
-            killed += len(orphans)
-        return killed
-
     def _end(self) -> None:
         """End the workers politely, then by force, then whatever they leave."""
         for pid in self._ranks:
@@ -158,7 +147,7 @@ class ForkServer:
             poll.poll(left_s * 1000)
             self._reap()
         self._ranks.clear()
-        self._sweep()
+        kill_orphans()
 
     def _tell(self, message: FromServer) -> None:
         with contextlib.suppress(OSError):  # a launcher that is gone is noticed by `serve`

@@ -15,9 +15,11 @@ import cloudpickle
 
 from unisono.cluster import environment
 from unisono.cluster.failure import Failure, describe_failure
-from unisono.cluster.launcher import Inbox, JobSpec, Outcome, run_job
+from unisono.cluster.inbox import Inbox
+from unisono.cluster.launcher import run_job
 from unisono.cluster.output import Mode, OutputPlan
 from unisono.cluster.spawner import PRELOAD, Spawner
+from unisono.cluster.spec import JobSpec, Outcome
 from unisono.errors import JobError, UsageError
 
 

@@ -7,16 +7,13 @@ the workers.
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import msgspec
@@ -24,6 +21,7 @@ import msgspec
 from unisono.cluster.channel import Channel
 from unisono.cluster.control import Master
 from unisono.cluster.failure import Failure, Kind
+from unisono.cluster.inbox import Inbox
 from unisono.cluster.job import Action, Job, SendSignal, State, TellAll
 from unisono.cluster.messages import (
     RESULT_LIMIT_BYTES,
@@ -39,69 +37,12 @@ from unisono.cluster.messages import (
     Task,
     ToMaster,
 )
-from unisono.cluster.output import OutputPlan, Outputs
+from unisono.cluster.output import Outputs
 from unisono.cluster.spawner import Spawner
+from unisono.cluster.spec import JobSpec, Outcome
 from unisono.errors import JobError, TransportError
 
 _SWEEP_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True)
-class JobSpec:
-    """What a job is.
-
-    Args:
-        world_size: number of workers.
-        argv: ``sys.argv`` of the workers.
-        script: file that every worker runs, or None.
-        function: pickled ``(function, args)`` that every worker calls, or None.
-        path: ``sys.path`` of the workers.
-        variables: environment of the workers.
-        directory: working directory of the workers.
-        fresh: start new interpreters instead of forking.
-        grace_s: time between asking a worker to end and killing it.
-        flags: settings of the command line that the script gets through its connection.
-        output: where the workers' output goes.
-        run_id: name of the run.
-    """
-
-    world_size: int
-    argv: Sequence[str]
-    path: Sequence[str]
-    variables: Mapping[str, str]
-    script: str | None = None
-    function: bytes | None = None
-    directory: str = field(default_factory=os.getcwd)
-    fresh: bool = False
-    grace_s: float = 5.0
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    output: OutputPlan = field(default_factory=OutputPlan)
-    run_id: str = field(default_factory=lambda: secrets.token_hex(4))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a job ended.
-
-    Args:
-        exit_code: what the launcher should exit with.
-        failure: the failure to show, or None.
-        ended: exit code of every worker that ended; minus the signal that killed it.
-        left_early: workers that were done, without an error, when the others were told to end.
-        interrupted_by: name of the signal that stopped the job, or None.
-        values: pickled return value of each worker, by rank.
-        logs: files with output of workers that was not shown.
-        killed: processes that workers left behind and that were killed.
-    """
-
-    exit_code: int
-    failure: Failure | None
-    ended: Mapping[int, int]
-    left_early: Sequence[int] = ()
-    interrupted_by: str | None = None
-    values: Mapping[int, bytes] = field(default_factory=dict)
-    logs: Sequence[Path] = ()
-    killed: int = 0
 
 
 def run_job(
@@ -130,42 +71,6 @@ def run_job(
         return launcher.run()
     finally:
         launcher.close()
-
-
-class Inbox:
-    """Signals as something an event loop can wait for, while in its context; the main thread only."""
-
-    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-        for descriptor in (self._read, self._write):
-            os.set_blocking(descriptor, False)
-        self._before: dict[int, Any] = {}
-
-    def fileno(self) -> int:
-        return self._read
-
-    def take(self) -> list[int]:
-        """Return the signals that have arrived."""
-        with contextlib.suppress(BlockingIOError):
-            return [number for number in os.read(self._read, 64) if number in self._NUMBERS]
-        return []
-
-    def __enter__(self) -> Inbox:
-        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in self._NUMBERS:
-            if signal.getsignal(number) == signal.SIG_IGN:  # nohup, or a shell's background job
-                continue
-            self._before[number] = signal.signal(number, lambda *_: None)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._read)
-        os.close(self._write)
 
 
 @dataclass

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -52,6 +54,18 @@ def children(pid: int) -> list[int]:
         if entry.name.isdigit() and _parent(entry) == pid:
             found.append(int(entry.name))
     return found
+
+
+def kill_orphans(keep: Collection[int] = ()) -> int:
+    """Kill and reap all children of this process but `keep`, and theirs as they come up; return how many."""
+    killed = 0
+    while orphans := [pid for pid in children(os.getpid()) if pid not in keep]:
+        for pid in orphans:
+            os.kill(pid, signal.SIGKILL)
+        for pid in orphans:
+            os.waitpid(pid, 0)
+        killed += len(orphans)
+    return killed
 
 
 def close_in_child(sock: socket.socket) -> None:

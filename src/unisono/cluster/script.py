@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cluster import environment
-from unisono.cluster.launcher import JobSpec
 from unisono.cluster.output import Mode, OutputPlan
+from unisono.cluster.spec import JobSpec
 from unisono.errors import UsageError
 
 
