@@ -365,14 +365,15 @@ class Run:
         assert store is not None
         # A script may join several times; each time is a group of its own.
         number = store.add(f"joined/{self.rank}", 1)
-        return ProcessGroupTransport(
-            PrefixStore(f"transport/{number}", store),
-            self.rank,
-            self.world_size,
-            backend=backend or ("nccl" if self.device.type == "cuda" else "gloo"),
-            device=self.device,
-            hostname=self._connection.address,
-        )
+        with self._doing("the meeting of all workers"):
+            return ProcessGroupTransport(
+                PrefixStore(f"transport/{number}", store),
+                self.rank,
+                self.world_size,
+                backend=backend or ("nccl" if self.device.type == "cuda" else "gloo"),
+                device=self.device,
+                hostname=self._connection.address,
+            )
 
     @contextmanager
     def _doing(self, operation: str) -> Iterator[None]:

@@ -100,13 +100,13 @@ class ControlStore(Store):  # type: ignore[misc]
         return ControlStore(self._client, self._timeout)
 
     def _values(self, keys: list[str], timeout: datetime.timedelta) -> list[bytes]:
-        try:
-            answer = self._client.ask(lambda ticket: GetKeys(ticket, keys), timeout_s=timeout.total_seconds())
-        except TimeoutError:
+        timeout_s = timeout.total_seconds()
+        answer = self._client.ask(lambda ticket: GetKeys(ticket, keys), timeout_s=timeout_s)
+        if answer is None:
             raise DeadlineError(
-                f"waited {timeout.total_seconds():.1f} s for {', '.join(keys)} in the run's store: "
+                f"waited {timeout_s:.1f} s for {', '.join(keys)} in the run's store: "
                 "a worker has not come to the same point"
-            ) from None
+            )
         assert isinstance(answer, Values)
         return answer.values
 
@@ -115,11 +115,11 @@ class ControlStore(Store):  # type: ignore[misc]
         assert isinstance(answer, Number)
         return answer.number
 
-    def _ask(self, make_request: Callable[[int], Message]) -> Values | Number | Keys | object:
-        try:
-            return self._client.ask(make_request, timeout_s=_ANSWER_TIMEOUT_S)
-        except TimeoutError as error:
-            raise TransportError(f"the launcher did not answer in {_ANSWER_TIMEOUT_S:.0f} s") from error
+    def _ask(self, make_request: Callable[[int], Message]) -> object:
+        answer = self._client.ask(make_request, timeout_s=_ANSWER_TIMEOUT_S)
+        if answer is None:
+            raise TransportError(f"the launcher did not answer in {_ANSWER_TIMEOUT_S:.0f} s")
+        return answer
 
 
 def _to_bytes(value: str | bytes) -> bytes:
