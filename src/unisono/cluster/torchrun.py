@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from unisono.cluster.environment import Environment
 from unisono.cluster.failure import Failure, describe_failure
+from unisono.cluster.patient_store import PatientStore
 from unisono.cluster.position import Position, Sighting
 from unisono.errors import TransportError, WorkerLostError
 
@@ -56,12 +57,16 @@ class TorchrunLink:
         self._serves = environment.rank == 0 and not environment.agent_hosts_store
         server = _connect(environment, serve=self._serves)
         prefix = f"unisono/{environment.run_id}"
-        self.store: Store = PrefixStore(f"{prefix}/run", server)
-        self.store.set_timeout(datetime.timedelta(seconds=step_timeout_s))
-        # A connection of its own: a store answers one caller at a time, and the main thread may wait long.
-        self._notes: Store = PrefixStore(f"{prefix}/notes", _connect(environment, serve=False))
+        timeout = datetime.timedelta(seconds=step_timeout_s)
+        self._patient = PatientStore(PrefixStore(f"{prefix}/run", server), timeout)
+        # Both threads use one connection: nobody blocks on it, since waiting is asking again.
+        self._notes: Store = PrefixStore(f"{prefix}/notes", server)
         self._last = Position("", -1, 0.0)
         self._lost: Exception | None = None
+
+    @property
+    def store(self) -> Store:
+        return self._patient
 
     def publish(self, position: Position) -> None:
         self._last = position
@@ -88,7 +93,7 @@ class TorchrunLink:
         """Nothing here tells us; `stop_reason` asks."""
 
     def abort(self, reason: Exception) -> None:
-        """Waits on torch's store end with their own time-out only."""
+        self._patient.abort(reason)
 
     def report(self, failure: Failure) -> None:
         with contextlib.suppress(RuntimeError):
