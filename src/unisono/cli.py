@@ -78,7 +78,8 @@ def run(
         OutputMode, typer.Option(help="Show rank 0's output, or everybody's with the rank before each line.")
     ] = OutputMode.FIRST,
     output_dir: Annotated[
-        Path | None, typer.Option(help="Where output that is not shown is kept (rank-1.log ...).")
+        Path | None,
+        typer.Option(help="Keep hidden output here (rank-1.log ...); by default only failed runs keep it."),
     ] = None,
     backend: Annotated[
         str | None, typer.Option(help="What moves tensors: gloo, nccl, or another one that torch knows.")

@@ -51,7 +51,7 @@ def test_our_own_errors_that_are_not_about_peers_explain():
 
 @pytest.mark.parametrize(
     ("code", "exit_code", "summary"),
-    [(3, 3, "exited with code 3"), ("no data", 1, "no data"), (143, 143, "exited with code 143")],
+    [(3, 3, "exited with code 3"), ("no data", 1, "no data"), (143, 143, "ended by SIGTERM")],
 )
 def test_sys_exit_is_an_exit_without_a_traceback(code, exit_code, summary):
     failure = caught(SystemExit(code))

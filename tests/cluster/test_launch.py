@@ -161,3 +161,23 @@ def test_output_of_all_workers_carries_their_rank(launch, capsys):
 def test_only_the_first_workers_output_is_shown_by_default(launch, capsys):
     launch(lambda: print("hello", detect().rank), 2)
     assert capsys.readouterr().out == "hello 0\n"
+
+
+def test_ctrl_c_ends_the_workers_and_the_helper_stays_usable(launch, tmp_path):
+    started = tmp_path / "started"
+
+    def wait():
+        started.touch()
+        signal.pause()
+
+    def interrupt():
+        while not started.exists():
+            threading.Event().wait(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(wait, 2)
+    interrupting.join()
+    assert len(launch(identity, 2)) == 2

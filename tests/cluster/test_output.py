@@ -64,6 +64,16 @@ def test_a_folder_of_ours_in_which_nothing_is_kept_is_removed(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_folder_of_ours_is_kept_only_for_a_failed_job(tmp_path, monkeypatch, failed):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    outputs = Outputs(OutputPlan("first", keep=True), out=io.StringIO(), err=io.StringIO())
+    write(outputs, 1, b"kept\n")
+    outputs.close(failed=failed)
+    outputs.close()
+    assert len(outputs.logs) == len(list(tmp_path.iterdir())) == int(failed)
+
+
 def test_a_reader_that_went_away_is_no_failure():
     class Gone(io.StringIO):
         def write(self, text):

@@ -78,15 +78,18 @@ def test_a_forked_child_of_a_worker_is_not_the_worker(run_script):
             if pid == 0:
                 os._exit(0 if detect().kind == "alone" else 1)
             assert os.waitpid(pid, 0)[1] == 0
-            child = os.fork()
-            if child == 0:
-                signal.pause()
-            os.kill(child, signal.SIGTERM)
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            codes = set()
+            for _ in range(50):
+                child = os.fork()
+                if child == 0:
+                    signal.pause()
+                os.kill(child, signal.SIGTERM)
+                codes.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            print(codes)
             connection.store.set("still", "here")
     """
     ran = run_script(source, 1)
-    assert (ran.outcome.exit_code, ran.out) == (0, f"{-signal.SIGTERM}\n")
+    assert (ran.outcome.exit_code, ran.out) == (0, "{-15}\n")
 
 
 def test_sys_exit_with_words_shows_them(run_script):
@@ -110,7 +113,7 @@ def test_a_worker_that_gets_sigterm_ends_and_so_does_the_job(run_script):
                 print("cleaned up")
     """
     ran = run_script(source, 2)
-    assert ran.last_words.splitlines()[-1] == "unisono: worker 1 failed: exited with code 143"
+    assert ran.last_words.splitlines()[-1] == "unisono: worker 1 failed: ended by SIGTERM"
     assert ran.outcome.exit_code == 143
     assert ran.out == "cleaned up\n"
 

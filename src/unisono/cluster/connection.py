@@ -6,6 +6,7 @@ The same for a worker of `unisono run`, of torchrun, and for one alone. It moves
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -77,6 +78,7 @@ class Connection:
         self._link = link
         self._watchdog: Watchdog | None = None
         self._closed = False
+        self._pid = os.getpid()
         self.step_timeout_s = step_timeout_s or float(self.flags.get("step_timeout_s", STEP_TIMEOUT_S))
         if link is not None:
             self._watchdog = Watchdog(
@@ -122,7 +124,7 @@ class Connection:
 
     def close(self) -> None:
         """Leave the run in order. Others notice nothing but that this worker is done."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child does not leave for this worker
             return
         self._closed = True
         atexit.unregister(self.close)

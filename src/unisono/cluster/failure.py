@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections.abc import Sequence
 from enum import IntEnum
@@ -74,6 +75,8 @@ def describe_failure(failure: Failure) -> str:
 def _describe_exit(code: object, *, rank: int, step: int) -> Failure:
     number = code & 0xFF if isinstance(code, int) else int(code is not None)
     summary = f"exited with code {code}" if isinstance(code, int) else str(code)
+    if number == 128 + signal.SIGTERM:
+        summary = "ended by SIGTERM"
     return Failure(rank, step, Kind.EXITED, summary, exit_code=number)
 
 

@@ -90,6 +90,7 @@ class Launcher:
         self._job = Job(spec.world_size, grace_s=spec.grace_s)
         self._master = Master(spec.run_id, world_size=spec.world_size, flags=spec.flags)
         self._workers: dict[int, _Worker] = {}
+        self._pids: dict[int, int] = {}
         self._values: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._to_master = msgspec.msgpack.Decoder(ToMaster)
@@ -108,8 +109,8 @@ class Launcher:
             self._turn(self._job.deadline)
             self._do(self._job.tick(time.monotonic()))
         self._sweep()
-        self._outputs.close()
         job = self._job
+        self._outputs.close(failed=job.failure is not None)
         return Outcome(
             job.exit_code,
             job.failure,
@@ -168,10 +169,11 @@ class Launcher:
                 )
             case Ready():
                 self._start_all()
-            case Started():
-                pass
-            case Exited(rank=rank, code=code):
-                self._note_exit(rank, code)
+            case Started(rank=rank, pid=pid):
+                self._pids[rank] = pid
+            case Exited(rank=rank, pid=pid, code=code):
+                if self._pids.get(rank) == pid:  # else it is of a job before this one
+                    self._note_exit(rank, code)
             case Swept(killed=killed):
                 self._swept = killed
 

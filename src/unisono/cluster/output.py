@@ -54,7 +54,7 @@ class OutputPlan:
     Args:
         mode: ``"first"`` shows rank 0's, ``"all"`` everybody's with the rank before each line.
         keep: keep the output that is not shown, in files (``rank-1.log``), instead of dropping it.
-        directory: where it is kept; None is a new folder for temporary files, removed if nothing is in it.
+        directory: where it is kept; None is a new folder for temporary files, removed when all went well.
         inherit: rank 0 gets our own standard streams instead of a pipe that we read.
     """
 
@@ -113,8 +113,12 @@ class Outputs:
             del self._pipes[descriptor]
         return bool(data)
 
-    def close(self) -> None:
-        """Show the rest of what has arrived, without waiting for more, and remove empty files."""
+    def close(self, *, failed: bool = True) -> None:
+        """Show the rest of what has arrived, without waiting for more, and remove files nobody needs.
+
+        Args:
+            failed: the job failed: what it wrote to our own folder is needed.
+        """
         for descriptor in self.readable:
             while _has_data(descriptor) and self.pump(descriptor):
                 pass
@@ -122,7 +126,7 @@ class Outputs:
             _show(pipe, pipe.cutter.feed(b"", final=True))
             os.close(descriptor)
         self._pipes.clear()
-        self._remove_empty_files()
+        self._tidy(failed=failed)
 
     def _open(self, rank: int) -> tuple[int, int]:
         if self._plan.mode == "all":
@@ -149,11 +153,12 @@ class Outputs:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         return descriptor, os.dup(descriptor)
 
-    def _remove_empty_files(self) -> None:
+    def _tidy(self, *, failed: bool) -> None:
+        ours = self._directory is not None and self._plan.directory is None
         for path in self.logs:
-            if path.stat().st_size == 0:
+            if path.stat().st_size == 0 or (ours and not failed):
                 path.unlink()
-        if self._directory is not None and self._plan.directory is None:
+        if ours and self._directory is not None:
             with contextlib.suppress(OSError):  # something is in it
                 self._directory.rmdir()
 

@@ -37,7 +37,7 @@ def script_job(
         flags: what the command line said, for the workers' connections.
         output: whose output is shown.
         output_directory: where the rest of the output is kept; by default a new folder for temporary files,
-            which is removed at the end if there was none.
+            which is removed at the end when all went well.
         inherit: rank 0 writes to our own standard streams.
 
     Raises:

@@ -33,6 +33,7 @@ class Termination:
         self._signals_read, self._signals_write = os.pipe()
         self.stop_fd, self._stop_write = os.pipe()
         self._asked = False
+        self._mask = threading.local()
 
     def install(self) -> None:
         """Set the handlers and start the thread. From the main thread."""
@@ -41,7 +42,9 @@ class Termination:
         os.set_blocking(self._signals_write, False)
         signal.set_wakeup_fd(self._signals_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._raise)
-        os.register_at_fork(after_in_child=self._disarm_in_child)
+        os.register_at_fork(
+            before=self._hold, after_in_parent=self._release, after_in_child=self._disarm_in_child
+        )
         threading.Thread(target=self._watch, name="unisono-termination", daemon=True).start()
 
     def _raise(self, number: int, frame: types.FrameType | None) -> None:
@@ -57,6 +60,13 @@ class Termination:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("killed")
 
+    def _hold(self) -> None:
+        # A signal to a child that still has our handlers would be written where the parent reads.
+        self._mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.before)
+
     def _disarm_in_child(self) -> None:
         # A forked child has no thread to read this, and what it writes would look like the worker's signal.
         with contextlib.suppress(ValueError):
@@ -65,3 +75,4 @@ class Termination:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for descriptor in (self._signals_read, self._signals_write, self.stop_fd, self._stop_write):
             os.close(descriptor)
+        self._release()
