@@ -13,7 +13,7 @@ import text
 
 NUM_BYTES = 256
 NUM_VALIDATION_WINDOWS = 512
-DEFAULT_STEPS = 400
+DEFAULT_STEPS = 300
 
 MicroBatch = tuple[Tensor, Tensor]  # bytes, and the byte that follows each: int64 [windows, context]
 
