@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,25 +26,31 @@ T = TypeVar("T")
 
 
 class Joiner:
-    """Runs collectives of one replica. With `background` they run on a thread of their own, in order.
+    """Runs the collectives of one replica. What is started early runs while the caller goes on.
+
+    A sum that one operation of the transport does (of two workers, or with ``exact=False``) is posted to it
+    at once. Other schedules need somebody who carries out their rounds: a thread of its own, which then runs
+    all collectives, in the order in which they were asked for.
 
     Args:
         exact: add along the tree; otherwise use the transport's own all-reduce.
         algorithm: see `unisono.collectives.choose`.
+        early: whether `start` will be used.
     """
 
     def __init__(
-        self, transport: Transport, operations: Operations, *, exact: bool, algorithm: str, background: bool
+        self, transport: Transport, operations: Operations, *, exact: bool, algorithm: str, early: bool
     ) -> None:
         self.transport = transport
         self._operations = operations
         self._exact = exact
         self._algorithm = algorithm
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-reduce") if background else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-reduce") if early else None
         self._schedules: dict[Assignment, Schedule] = {}
         self._schedule: Schedule | None = None
         self._scratch = Scratch()
         self._step = 0
+        self._posts = False
 
     def begin(self, assignment: Assignment, *, step: int) -> None:
         """Start a step over `assignment`."""
@@ -52,6 +58,8 @@ class Joiner:
             self._schedules = {assignment: choose(assignment, self._algorithm)}
         self._schedule = self._schedules[assignment]
         self._step = step
+        is_one_sum = self._schedule.name == "pairs" and self.transport.world_size == 2
+        self._posts = not self._exact or (is_one_sum and not self.transport.maps_peers)
 
     @contextmanager
     def doing(self, operation: str, *, waits: bool = True) -> Iterator[None]:
@@ -63,40 +71,62 @@ class Joiner:
             self._operations.leave()
 
     def collect(self, operation: str, collective: Callable[[], T]) -> T:
-        """Run one collective after those submitted before it, and wait for its result. *Collective.*"""
+        """Run one collective after those started before it, and wait for its result. *Collective.*"""
         with self.doing(operation):
-            return collective() if self._pool is None else self._pool.submit(collective).result()
+            if self._pool is None or self._posts:
+                return collective()
+            return self._pool.submit(collective).result()
 
-    def submit(self, collective: Callable[[], T]) -> Future[T]:
-        """Queue one collective. Only in the background."""
+    def start(
+        self, partials: Mapping[Hashable, Tensor], bucket: Bucket, *, key: str, scale: float
+    ) -> Callable[[], Tensor]:
+        """Start what `join` does; return what waits for its result, to be called once. *Collective.*"""
+        if self._posts:
+            return self._post(partials, bucket, scale)
         assert self._pool is not None
-        return self._pool.submit(collective)
+        return self._pool.submit(self.join, partials, bucket, key=key, scale=scale).result
 
     def join(self, partials: Mapping[Hashable, Tensor], bucket: Bucket, *, key: str, scale: float) -> Tensor:
         """Return the sum of all workers' partial sums of one bucket, times `scale`. *Collective.*
 
         The result may lie in the memory of a partial sum, or in memory that the next call with `key` reuses.
         """
+        if self._posts:
+            return self._post(partials, bucket, scale)()
         assert self._schedule is not None
-        parts = list(partials.values())
-        if not parts:  # an idle worker
-            parts = [torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=bucket.device)]
-        if self._exact:
-            return execute(
-                self._schedule,
-                self.transport,
-                partials,
-                out=parts[0],
-                key=key,
-                scale=scale,
-                scratch=self._scratch,
-            )
-        for part in parts[1:]:
-            parts[0].add_(part)
-        self.transport.all_reduce(parts[0]).wait()
-        return parts[0].mul_(scale) if scale != 1.0 else parts[0]
+        return execute(
+            self._schedule,
+            self.transport,
+            partials,
+            out=next(iter(partials.values())) if partials else _zeros(bucket),
+            key=key,
+            scale=scale,
+            scratch=self._scratch,
+        )
 
     def close(self) -> None:
         """End the thread; harmless if called twice."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _post(
+        self, partials: Mapping[Hashable, Tensor], bucket: Bucket, scale: float
+    ) -> Callable[[], Tensor]:
+        own, *others = partials.values() if partials else [_zeros(bucket)]
+        for other in others:
+            own.add_(other)
+        if self._exact:
+            work = self.transport.pair_sum(own, 1 - self.transport.rank)
+        else:
+            work = self.transport.all_reduce(own)
+
+        def wait() -> Tensor:
+            work.wait()
+            return own.mul_(scale) if scale != 1.0 else own
+
+        return wait
+
+
+def _zeros(bucket: Bucket) -> Tensor:
+    """Return what a worker without micro-batches contributes."""
+    return torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=bucket.device)

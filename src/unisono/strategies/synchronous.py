@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -107,12 +105,12 @@ class SynchronousEngine:
             context.operations,
             exact=strategy.reduction == "exact",
             algorithm=strategy.algorithm,
-            background=self._overlap,
+            early=self._overlap,
         )
         self._statistics = Statistics(context.model, key=str(context.number))
         self._reference = WeightReference()
         self._gradients = self._plan(list(context.parameters()))
-        self._sent: dict[int, Future[Tensor]] = {}
+        self._sent: dict[int, Callable[[], Tensor]] = {}
         self._complete: set[int] = set()
         self._early_scale = 1.0
 
@@ -275,7 +273,12 @@ class SynchronousEngine:
         self._complete.add(number)
         while len(self._sent) in self._complete:
             following = len(self._sent)
-            self._sent[following] = self._joiner.submit(partial(self._join, following))
+            self._sent[following] = self._joiner.start(
+                self._gradients.collector.partials(following),
+                self._gradients.buckets[following],
+                key=self._key(following),
+                scale=self._early_scale,
+            )
 
     def _reduce(self, table: StepTable, *, scale: float) -> None:
         """Join all buckets, times `scale`, and hand the gradients to the parameters. *Collective.*"""
@@ -298,7 +301,7 @@ class SynchronousEngine:
         sent = self._sent.get(number)
 
         def joined() -> Tensor:
-            total = self._join(number) if sent is None else sent.result()
+            total = self._join(number) if sent is None else sent()
             return total.mul_(rest) if rest != 1.0 else total
 
         return joined
@@ -307,9 +310,12 @@ class SynchronousEngine:
         return self._joiner.join(
             self._gradients.collector.partials(number),
             self._gradients.buckets[number],
-            key=f"{self._context.number}/bucket{number}",
+            key=self._key(number),
             scale=self._early_scale,
         )
+
+    def _key(self, number: int) -> str:
+        return f"{self._context.number}/bucket{number}"
 
     def _replan_if_parameters_changed(self) -> None:
         named = list(self._context.parameters())
