@@ -110,7 +110,7 @@ def test_gpt_learns_as_well_as_plain_pytorch(launch):
 
 
 def test_images_are_recognised_as_well_as_by_plain_pytorch(launch):
-    arguments = ["--steps", "120"]
+    arguments = ["--steps", "72"]
     (ours,), (plain,) = (launch(printed, 1, module, arguments) for module in ("train_images", "plain_images"))
     accuracies = [float(line.split()[-1]) for line in (ours[-2], plain[-1])]
     assert min(accuracies) > 0.95
@@ -119,13 +119,12 @@ def test_images_are_recognised_as_well_as_by_plain_pytorch(launch):
     )  # ours sees BatchNorm statistics of 16 images, not of 128
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize(
     ("weights", "arguments"),
     [(gpt_weights, [*SMALL_GPT, "--steps", "3"]), (images_weights, ["--batch-size", "30", "--steps", "3"])],
     ids=["gpt", "images"],
 )
-def test_every_worker_of_any_number_ends_with_the_same_bits(launch, weights, arguments, num_workers):
+def test_three_workers_end_with_the_bits_of_one(launch, weights, arguments):
     alone = launch(weights, 1, arguments)[0]
-    for state in launch(weights, num_workers, arguments):
+    for state in launch(weights, 3, arguments):
         assert differing(state, alone) == []
