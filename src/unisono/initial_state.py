@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from unisono.collectives.broadcast import broadcast
 from unisono.collectives.execute import execute
 from unisono.collectives.gather import gather_bytes, gather_rows
 from unisono.errors import MismatchError, UsageError
 from unisono.fingerprint import digest_of
+from unisono.gradients.parameters import named_parameters
 from unisono.transport.base import Transport
 
 CHUNK_BYTES = 64 * 2**20
@@ -21,19 +23,19 @@ CHUNK_BYTES = 64 * 2**20
 def share_initial_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport, *, device: torch.device
 ) -> None:
-    """Give every worker rank 0's parameters and buffers, non-persistent ones too.
+    """Give every worker rank 0's parameters, the optimizer's own too, and buffers, non-persistent ones too.
 
     *Collective: every rank calls this, in the same order.* Sends a few large messages, not one a parameter.
 
     Raises:
-        UsageError: a parameter is on another device than the run, or has no memory yet.
+        UsageError: a parameter is on another device than the run, or has no shape or memory yet.
         MismatchError: workers built different models or optimizers; names the first difference.
     """
-    _check_devices(model, device)
+    _check_usable(model, optimizer, device)
     check_same(describe(model, optimizer), transport)
     if transport.world_size == 1:
         return
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*named_parameters(model, optimizer), *model.named_buffers()]
     for chunk in _chunks([tensor for _, tensor in named]):
         _broadcast(chunk, transport)
     digest = int.from_bytes(digest_of(named).digest()[:8], "little") >> 1
@@ -46,12 +48,14 @@ def share_initial_state(
 
 def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return what must be equal on all workers, a line each, in order."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = list(named_parameters(model, optimizer))
+    names = {id(parameter): name for name, parameter in parameters}
     lines = []
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+    for kind, named in (("parameter", parameters), ("buffer", model.named_buffers())):
         for name, tensor in named:
             frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
-            lines.append(f"{kind} {name!r} is {tensor.dtype} {list(tensor.shape)}{frozen}")
+            layout = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
+            lines.append(f"{kind} {name!r} is {tensor.dtype} {list(tensor.shape)}{layout}{frozen}")
     lines.append(f"the optimizer is {type(optimizer).__name__}")
     for number, group in enumerate(optimizer.param_groups):
         settings = ", ".join(
@@ -59,7 +63,7 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
             for key, value in sorted(group.items())
             if key != "params" and isinstance(value, (int, float, str, bool, tuple, Tensor, type(None)))
         )
-        members = [names.get(id(parameter), "?") for parameter in group["params"]]
+        members = [names[id(parameter)] for parameter in group["params"]]
         lines.append(f"optimizer group {number} has {settings}, parameters {', '.join(members)}")
     return lines
 
@@ -93,8 +97,17 @@ def _ranks_that_differ(digest: int, transport: Transport) -> list[int]:
     return [rank for rank, other in enumerate(digests) if other != digests[0]]
 
 
-def _check_devices(model: nn.Module, device: torch.device) -> None:
-    for name, parameter in model.named_parameters():
+def _check_usable(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for name, parameter in named_parameters(model, optimizer):
+        if is_lazy(parameter):
+            raise UsageError(
+                f"parameter {name!r} has no shape yet: run the model on one sample before run.replicate."
+            )
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name!r} is on the meta device and has no memory: give the model memory and initial "
+                f"values, such as with model.to_empty(device=run.device), before run.replicate."
+            )
         if parameter.device.type != device.type or (
             None not in (parameter.device.index, device.index) and parameter.device.index != device.index
         ):
@@ -123,7 +136,7 @@ def _broadcast(tensors: Sequence[Tensor], transport: Transport) -> None:
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if not sum(sizes):
         return
-    whole = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+    whole = torch.empty(sum(sizes), dtype=torch.uint8, device=transport.device)
     pieces = torch.split(whole, sizes)
     root = transport.rank == 0
     with torch.no_grad():
@@ -136,4 +149,12 @@ def _broadcast(tensors: Sequence[Tensor], transport: Transport) -> None:
                 # A fresh tensor, because a piece may start at an address its type can't be read from.
                 value = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
                 value.reshape(-1).view(torch.uint8).copy_(piece)
-                tensor.copy_(value)
+                _overwrite(tensor, value)
+
+
+def _overwrite(tensor: Tensor, value: Tensor) -> None:
+    """Copy `value` to `tensor`, of which several elements may be one in memory (``expand``). In place."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    tensor.copy_(value)

@@ -21,17 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+COMPARED_BYTES = 2**16
+
 
 @dataclass
 class _Entry:
-    """One persistent buffer: where it lives, its value at the start of the step, and how to tell a change."""
+    """One persistent buffer: where it lives, what it was at the start of the step, and how to tell a change.
+
+    `original` is the tensor itself, `saved` a copy of its value then.
+    """
 
     name: str
     module: nn.Module
     key: str
     averaged: bool
+    original: Tensor
     saved: Tensor
-    seen: tuple[int, int]
+    seen_version: int
 
     @property
     def tensor(self) -> Tensor:
@@ -40,14 +46,33 @@ class _Entry:
         return buffer
 
     @property
-    def mark(self) -> tuple[int, int]:
-        tensor = self.tensor
-        return id(tensor), tensor._version
-
-    @property
     def has_changed(self) -> bool:
-        """Whether the buffer was written since `seen`. Batch norm's kernels write without counting it."""
-        return self.mark != self.seen or (self.averaged and not torch.equal(self.tensor, self.saved))
+        """Whether the buffer is another tensor or was written.
+
+        A version that counts on is a quick sign of it. Batch norm's kernels and writes through ``.data`` don't
+        count, so values are compared, which reads both; not those of large tables, which nobody writes so.
+        """
+        tensor = self.tensor
+        if tensor is not self.original or tensor._version != self.seen_version:
+            return True
+        if not self.averaged and tensor.nbytes > COMPARED_BYTES:
+            return False
+        return not _is_alike(tensor, self.saved) or not torch.equal(tensor, self.saved)
+
+    def remember(self) -> None:
+        """Take what the buffer is now for what it was at the start of the step."""
+        self.original = self.tensor
+        self.saved = self.original.detach().clone()
+        self.seen_version = self.original._version
+
+    def restore(self) -> None:
+        """Make the buffer what it was, and the same tensor. What the model put in its place is left alone."""
+        if not _is_alike(self.original, self.saved):
+            self.original = self.saved.clone()
+        elif not torch.equal(self.original, self.saved):
+            self.original.copy_(self.saved)
+        self.module._buffers[self.key] = self.original
+        self.seen_version = self.original._version
 
 
 @dataclass(frozen=True)
@@ -91,19 +116,14 @@ class BufferKeeper:
         self._changed_values = {}
         for entry in self._entries:
             if entry.has_changed:
-                entry.saved = entry.tensor.detach().clone()
-                entry.seen = entry.mark
+                entry.remember()
 
     def restore(self) -> None:
         """Put back the values of the start of the step."""
         with torch.no_grad():
             for entry in self._entries:
                 if entry.has_changed:
-                    if entry.tensor.shape != entry.saved.shape or entry.tensor.dtype != entry.saved.dtype:
-                        entry.module._buffers[entry.key] = entry.saved.clone()
-                    else:
-                        entry.tensor.copy_(entry.saved)
-                    entry.seen = entry.mark
+                    entry.restore()
 
     def harvest(self) -> BufferChanges:
         """Say what the micro-batch that just ran changed."""
@@ -137,7 +157,7 @@ class BufferKeeper:
         """Set the other buffer number `index`, whatever its shape was before."""
         entry = self._others[index]
         with torch.no_grad():
-            if entry.tensor.shape == value.shape and entry.tensor.dtype == value.dtype:
+            if _is_alike(entry.tensor, value):
                 entry.tensor.copy_(value)
             else:
                 entry.module._buffers[entry.key] = value.clone()
@@ -152,7 +172,11 @@ def _entries(model: nn.Module) -> Iterator[_Entry]:
             seen.add(id(buffer))
             averaged = isinstance(module, _NormBase) and buffer.is_floating_point()
             name = f"{prefix}.{key}" if prefix else key
-            yield _Entry(name, module, key, averaged, buffer.detach().clone(), (id(buffer), buffer._version))
+            yield _Entry(name, module, key, averaged, buffer, buffer.detach().clone(), buffer._version)
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def _digest(value: Tensor) -> int:

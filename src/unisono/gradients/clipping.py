@@ -18,10 +18,11 @@ NORM_BLOCK = 4096
 
 def gradient_norm(gradients: Iterable[Tensor]) -> float:
     """Return the Euclidean norm of all `gradients` together. Reads each once."""
-    sums = [part for gradient in gradients for part in _sums_of_squares(gradient)]
-    if not sums:
-        return 0.0
-    blocks = torch.cat([part.double() for part in sums]).tolist()
+    gradients = list(gradients)
+    blocks = _sums_of_squares(gradients)
+    if not all(map(math.isfinite, blocks)):
+        # The square of a finite number may be too large for float32. Rare, so only then a wider type.
+        blocks = _sums_of_squares([gradient.to(_wide(gradient)) for gradient in gradients])
     return math.sqrt(math.fsum(blocks)) if all(map(math.isfinite, blocks)) else math.nan
 
 
@@ -37,7 +38,18 @@ def clip_by_norm(gradients: list[Tensor], max_norm: float) -> float:
     return norm
 
 
-def _sums_of_squares(gradient: Tensor) -> list[Tensor]:
+def _sums_of_squares(gradients: Iterable[Tensor]) -> list[float]:
+    """Return the sums of squares of the blocks of all gradients, in order."""
+    sums = [part.double() for gradient in gradients for part in _block_sums(gradient)]
+    blocks: list[float] = torch.cat(sums).tolist() if sums else []
+    return blocks
+
+
+def _wide(gradient: Tensor) -> torch.dtype:
+    return torch.complex128 if gradient.is_complex() else torch.float64
+
+
+def _block_sums(gradient: Tensor) -> list[Tensor]:
     """Return the sums of squares of the blocks of one gradient, as 1-D tensors."""
     flat = _flat(gradient)
     if flat.is_complex():

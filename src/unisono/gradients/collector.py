@@ -27,7 +27,6 @@ class GradientCollector:
         self._buckets = buckets
         self._sums = [PartialSums(bucket) for bucket in buckets]
         self._bucket_of = {slot.index: number for number, b in enumerate(buckets) for slot in b.slots}
-        self._scales = [1.0] * len(buckets)
         self._views: list[list[Tensor] | None] = [None] * len(buckets)
         self._slot_of = {slot.index: at for b in buckets for at, slot in enumerate(b.slots)}
         self._fired = [False] * len(self._parameters)
@@ -49,24 +48,23 @@ class GradientCollector:
         for hook in self._hooks:
             hook.remove()
 
-    def begin_step(self, merges: dict[int, int], *, scales: Sequence[float]) -> None:
-        """Start a step.
-
-        Args:
-            merges: what each own micro-batch completes, see `count_merges`.
-            scales: for each bucket a power of two that gradients are multiplied by.
-        """
-        self._scales = list(scales)
+    def begin_step(self, merges: dict[int, int]) -> None:
+        """Start a step, in which `merges` says what each own micro-batch completes, see `count_merges`."""
         self.fired_late = False
         for sums in self._sums:
             sums.begin(merges)
-        self.clear()
 
     def clear(self) -> None:
         """Drop all gradients."""
         self._leaf = None
         for parameter in self._parameters:
             parameter.grad = None
+
+    def multiply(self, factor: float) -> None:
+        """Multiply what the loss function's own backward calls have left in ``p.grad``, if anything."""
+        left = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if left:
+            torch._foreach_mul_(left, factor)
 
     def begin_leaf(self, leaf: int, *, on_complete: Callable[[int], None] | None = None) -> None:
         """Start one micro-batch. `on_complete` is told each bucket that was taken over, once."""
@@ -116,7 +114,7 @@ class GradientCollector:
         slots = self._buckets[number].slots
         gradients = [self._parameters[slot.index].grad for slot in slots]
         with torch.no_grad():
-            views = self._sums[number].absorb(self._leaf, gradients, scale=self._scales[number])
+            views = self._sums[number].absorb(self._leaf, gradients)
         self._views[number] = views
         for slot, gradient in zip(slots, gradients, strict=True):
             self._present[slot.index] = gradient is not None
@@ -135,5 +133,5 @@ class GradientCollector:
             self.fired_late = True
         else:
             with torch.no_grad():
-                views[self._slot_of[index]].add_(parameter.grad, alpha=self._scales[number])
+                views[self._slot_of[index]].add_(parameter.grad)
         parameter.grad = None

@@ -63,13 +63,12 @@ class PartialSums:
         """Whether gradients of `leaf` may go to memory of their own as they come, before all are there."""
         return self._merges[leaf] == 0
 
-    def absorb(self, leaf: int, gradients: Sequence[Tensor | None], *, scale: float = 1.0) -> list[Tensor]:
+    def absorb(self, leaf: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Add the gradients of one micro-batch; None counts as +0.0 everywhere.
 
         Args:
             leaf: the micro-batch.
             gradients: one for each slot of the bucket, of the slot's shape.
-            scale: a power of two that all gradients are multiplied by.
 
         Returns:
             Views, one for each slot, of the buffer that now holds the sum this micro-batch went into.
@@ -82,11 +81,11 @@ class PartialSums:
         merges = self._merges[leaf]
         if merges == 0:
             flat = self._take()
-            self._fill(flat, gradients, scale)
+            self._fill(flat, gradients)
             self._stack.append((Block(leaf, leaf + 1), flat))
             return flat.views
         block, flat = self._stack[-1]
-        self._add(flat, gradients, scale)
+        self._add(flat, gradients)
         self._stack[-1] = (Block(block.start, leaf + 1), flat)
         for _ in range(merges - 1):
             _, right = self._stack.pop()
@@ -118,13 +117,11 @@ class PartialSums:
         return Flat(bucket, torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=bucket.device))
 
     @staticmethod
-    def _fill(flat: Flat, gradients: Sequence[Tensor | None], scale: float) -> None:
+    def _fill(flat: Flat, gradients: Sequence[Tensor | None]) -> None:
         views, present = [], []
         for view, gradient in zip(flat.views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
-            elif scale != 1.0:
-                torch.mul(gradient, scale, out=view)
             else:
                 views.append(view)
                 present.append(gradient)
@@ -132,7 +129,7 @@ class PartialSums:
             torch._foreach_copy_(views, present)
 
     @staticmethod
-    def _add(flat: Flat, gradients: Sequence[Tensor | None], scale: float) -> None:
+    def _add(flat: Flat, gradients: Sequence[Tensor | None]) -> None:
         views, present = [], []
         for view, gradient in zip(flat.views, gradients, strict=True):
             if gradient is None:
@@ -141,5 +138,4 @@ class PartialSums:
                 views.append(view)
                 present.append(gradient)
         if present:
-            # The product is exact, so it does not matter whether it is fused with the addition.
-            torch._foreach_add_(views, present, alpha=scale)
+            torch._foreach_add_(views, present)
