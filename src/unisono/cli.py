@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from unisono.check import Checker
 from unisono.cluster.environment import usable_cores
 from unisono.cluster.failure import Kind, describe_failure
 from unisono.cluster.inbox import Inbox
@@ -43,7 +44,7 @@ def main() -> None:
         app()
     except UnisonoError as error:
         print(f"unisono: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        sys.exit(2 if isinstance(error, UsageError) else getattr(error, "exit_code", 1))
 
 
 def _show_version(wanted: bool) -> None:
@@ -117,6 +118,52 @@ def run(
     for line in last_words(outcome):
         print(line, file=sys.stderr)
     raise typer.Exit(outcome.exit_code)
+
+
+@app.command("check", context_settings={"ignore_unknown_options": True})
+def check(
+    script: Annotated[Path, typer.Argument(help="The Python script to check.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments; those that are also options here after --.")
+    ] = None,
+    num_workers: Annotated[
+        str, typer.Option("-n", "--num-workers", help="World sizes to compare, such as 1,2,3.")
+    ] = "1,2,3",
+    num_steps: Annotated[
+        int | None, typer.Option("--steps", help="Compare only so many first steps; by default all.")
+    ] = None,
+) -> None:
+    """Prove that a script gives the same bits at several world sizes, or say where and why it doesn't."""
+    sizes = parse_sizes(num_workers)
+    adopt_orphans()
+    try:
+        with Inbox() as inbox:
+            checker = Checker(script, args or [], num_steps=num_steps, say=_say_aside, inbox=inbox)
+            verdict = checker.check(sizes)
+    finally:
+        kill_orphans()
+    for line in verdict.lines:
+        typer.echo(line)
+    raise typer.Exit(0 if verdict.identical else 1)
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Return the world sizes in `text`, numbers separated by commas.
+
+    Raises:
+        UsageError: one is no number, or less than 1.
+    """
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"-n {text}: expected world sizes separated by commas, such as 1,2,3") from None
+    if min(sizes) < 1:
+        raise UsageError(f"-n {text}: expected at least 1 worker each")
+    return sizes
+
+
+def _say_aside(line: str) -> None:
+    print(f"unisono: {line}", file=sys.stderr)
 
 
 def collect_flags(

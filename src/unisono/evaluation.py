@@ -29,7 +29,6 @@ from unisono.metrics import Metric, State, decode, encode, merge, named_metrics
 from unisono.randomness import derive, keyed
 from unisono.transport.base import Transport
 
-
 NOBODY_ASKS: AbstractContextManager[object] = nullcontext()
 
 

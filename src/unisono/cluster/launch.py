@@ -66,15 +66,17 @@ class ForkServer:
 
     Args:
         preload: modules it imports once; every worker has them at once.
+        hash_seed: PYTHONHASHSEED of its interpreter; by default what ours was started with.
     """
 
-    def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(self, preload: Sequence[str] = PRELOAD, *, hash_seed: int | None = None) -> None:
         self._preload = tuple(preload)
+        self._hash_seed = hash_seed
         self._spawner: Spawner | None = None
         self._busy = threading.Lock()
 
     def __enter__(self) -> ForkServer:
-        self._spawner = Spawner(self._preload)
+        self._spawner = Spawner(self._preload, hash_seed=self._hash_seed)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from unisono.cluster.environment import variables
 from unisono.cluster.messages import FromServer, Message, Ready, Signal, Start, Sweep, encode
 from unisono.cluster.process import python_command
 
@@ -26,9 +27,10 @@ class Spawner:
 
     Args:
         preload: modules the server imports before it forks.
+        hash_seed: PYTHONHASHSEED of its interpreter; by default what ours was started with.
     """
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    def __init__(self, preload: Sequence[str] = (), *, hash_seed: int | None = None) -> None:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = (str(theirs.fileno()), str(os.getpid()), *preload)
         with theirs, _blocked():
@@ -36,6 +38,7 @@ class Spawner:
                 python_command("unisono.cluster.forkserver", *arguments),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=None if hash_seed is None else variables() | {"PYTHONHASHSEED": str(hash_seed)},
             )
         self._decoder = msgspec.msgpack.Decoder(FromServer)
         self.ready = False
