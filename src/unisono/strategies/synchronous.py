@@ -112,6 +112,7 @@ class SynchronousEngine:
         self._gradients = self._plan(list(context.parameters()))
         self._sent: dict[int, Callable[[], Tensor]] = {}
         self._complete: set[int] = set()
+        self._num_sent = 0
         self._early_scale = 1.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,14 +246,22 @@ class SynchronousEngine:
         run.started = True
         if not self._reference.is_agreed:
             self._agree_on_reference(run.batch, given)
+        self._wait_for_unwanted()
         self._early_scale = self._reference.factor_beforehand(run.batch)
         self._gradients.collector.begin_step(run.merges)
         self._statistics.begin_pass(run.merges)
-        self._sent.clear()
         self._complete.clear()
         if run.send_early and not run.merges:
             for number in range(len(self._gradients.buckets)):
                 self._send(number)
+
+    def _wait_for_unwanted(self) -> None:
+        """Wait for sums that were sent early and then not needed: their memory is about to be used again."""
+        with self._joiner.doing("end of reductions that were not needed"):
+            for wait in self._sent.values():
+                wait()
+        self._sent.clear()
+        self._num_sent = 0
 
     def _begin_leaf(self, run: _Pass, number: int, *, last: bool) -> None:
         early = run.send_early and last
@@ -271,8 +280,9 @@ class SynchronousEngine:
     def _send(self, number: int) -> None:
         """Note that a bucket is complete, and send all that are, in their fixed order."""
         self._complete.add(number)
-        while len(self._sent) in self._complete:
-            following = len(self._sent)
+        while self._num_sent in self._complete:
+            following = self._num_sent
+            self._num_sent += 1
             self._sent[following] = self._joiner.start(
                 self._gradients.collector.partials(following),
                 self._gradients.buckets[following],
@@ -298,7 +308,7 @@ class SynchronousEngine:
         both must be rounded alike.
         """
         rest = scale / self._early_scale
-        sent = self._sent.get(number)
+        sent = self._sent.pop(number, None)
 
         def joined() -> Tensor:
             total = self._join(number) if sent is None else sent()
