@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.events import Event, StepFinished
 from unisono.gradients.clipping import clip_by_norm
-from unisono.gradients.parameters import named_parameters, outside_parameters
+from unisono.gradients.parameters import TrainedParameters, outside_parameters
 from unisono.strategies.base import (
     GlobalBatch,
     LossFunction,
@@ -60,6 +60,7 @@ class Replica:
         self._emit = emit
         self._before_step = before_step
         self._pending: StepResult | None = None
+        self._parameters = TrainedParameters(model, optimizer)
         self._engine = strategy.bind(
             ReplicaContext(
                 number=number,
@@ -161,8 +162,3 @@ class Replica:
     def close(self) -> None:
         """Take everything off the model that was put on it."""
         self._engine.close()
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what is trained now."""
-        named = named_parameters(self.model, self.optimizer)
-        yield from ((name, parameter) for name, parameter in named if parameter.requires_grad)
