@@ -181,3 +181,19 @@ def test_ctrl_c_ends_the_workers_and_the_helper_stays_usable(launch, tmp_path):
         launch(wait, 2)
     interrupting.join()
     assert len(launch(identity, 2)) == 2
+
+
+def test_joining_twice_is_refused_with_words(launch) -> None:
+    def join_twice() -> str:
+        import unisono
+
+        with unisono.join():
+            pass
+        try:
+            unisono.join()
+        except unisono.UsageError as error:
+            return str(error)
+        return "joined twice"
+
+    for message in launch(join_twice, 2):
+        assert "called twice in this process" in message

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
-from unisono.cluster.environment import Environment
+from unisono.cluster.environment import Environment, mark_joined
 from unisono.cluster.failure import Failure, describe_exception
 from unisono.cluster.position import USER_CODE, Position
 from unisono.cluster.watchdog import Board, Watchdog
@@ -161,7 +161,9 @@ def _link(environment: Environment, step_timeout_s: float | None) -> Link | None
     if environment.kind == "launcher":
         from unisono.cluster.client import ControlLink
 
-        return ControlLink(environment)
+        link = ControlLink(environment)
+        mark_joined()
+        return link
     if environment.kind == "torchrun":
         from unisono.cluster.torchrun import TorchrunLink
 

@@ -16,6 +16,7 @@ from unisono.errors import UsageError
 Kind = Literal["alone", "launcher", "torchrun"]
 
 _WORKER = "UNISONO_WORKER"
+_JOINED = "joined"
 _TORCHRUN_IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TORCHRUN_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -57,7 +58,8 @@ def detect(variables: Mapping[str, str] | None = None, *, pid: int | None = None
     A worker's identity names its process id, so programs that a worker starts don't take it for theirs.
 
     Raises:
-        UsageError: only some of torchrun's variables are set, or one has no usable value.
+        UsageError: only some of torchrun's variables are set, or one has no usable value; or this worker of
+            `unisono run` has joined already.
     """
     variables = os.environ if variables is None else variables
     worker = _parse_worker(variables.get(_WORKER, ""), os.getpid() if pid is None else pid)
@@ -81,6 +83,11 @@ def announce(environment: Environment) -> None:
         environment.run_id,
     )
     os.environ[_WORKER] = ",".join(str(part) for part in parts)
+
+
+def mark_joined() -> None:
+    """Make `detect` refuse in this process from now on: its control channel is taken."""
+    os.environ[_WORKER] = f"{os.getpid()},{_JOINED}"
 
 
 def variables() -> dict[str, str]:
@@ -112,9 +119,15 @@ def usable_cores(root: Path = Path("/")) -> int:
 def _parse_worker(text: str, pid: int) -> Environment | None:
     if not text:
         return None
-    owner, rank, world_size, local_rank, local_world_size, control_fd, stop_fd, run_id = text.split(",", 7)
+    owner, identity = text.split(",", 1)
     if int(owner) != pid:
         return None
+    if identity == _JOINED:
+        raise UsageError(
+            "unisono.join was called twice in this process: a worker joins its run once. Keep the run and hand "
+            "it to what needs it."
+        )
+    rank, world_size, local_rank, local_world_size, control_fd, stop_fd, run_id = identity.split(",", 6)
     return Environment(
         kind="launcher",
         rank=int(rank),
