@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 
 class CNN(nn.Module):
-    """0.6 million parameters; float32 [batch, 1, 28, 28] -> [batch, 10]."""
+    """0.5 million parameters; float32 [batch, 1, 28, 28] -> [batch, 10]."""
 
     def __init__(self) -> None:
         super().__init__()
