@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
-import measure
-import models
 import pytest
 import torch
+
+import measure
+import models
 
 
 def test_the_interval_is_around_the_median() -> None:
