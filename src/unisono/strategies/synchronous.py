@@ -294,7 +294,7 @@ class SynchronousEngine:
         """Join all buckets, times `scale`, and hand the gradients to the parameters. *Collective.*"""
         present = table.present()
         for number, bucket in enumerate(self._gradients.buckets):
-            if not any(present[slot.index] for slot in bucket.slots):
+            if number not in self._sent and not any(present[slot.index] for slot in bucket.slots):
                 continue  # all know it from the table
             first, last = (self._gradients.named[bucket.slots[at].index][0] for at in (0, -1))
             operation = f"reduce of bucket {number} ({first} .. {last})"
