@@ -148,7 +148,7 @@ DIFFERENCES: dict[str, tuple[Callable[[int], tuple[nn.Module, torch.optim.Optimi
             model := linear(rank),
             torch.optim.SGD([model.weight] if rank == 2 else [*model.parameters()], lr=0.1),
         ),
-        r"parameters weight, bias; on rank 2 .*parameters weight\. Build",
+        r"parameters weight, bias; on rank 2 .*parameters weight\. Join",
     ),
     "more": (
         lambda rank: (
@@ -224,3 +224,13 @@ def test_tensors_that_overlap_in_memory_are_found() -> None:
 
     with pytest.raises(MismatchError, match="share memory"):
         share(build, 2)
+
+
+def test_settings_of_the_run_must_be_the_same() -> None:
+    def work(transport: Transport) -> None:
+        model = nn.Linear(2, 2)
+        settings = [f"the run's seed is {transport.rank}"]
+        share_initial_state(model, sgd(model), transport, device=CPU, settings=settings)
+
+    with pytest.raises(MismatchError, match="on rank 0 the run's seed is 0; on rank 1 the run's seed is 1"):
+        ThreadWorld(2).run(work)

@@ -21,18 +21,26 @@ CHUNK_BYTES = 64 * 2**20
 
 
 def share_initial_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, transport: Transport, *, device: torch.device
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    transport: Transport,
+    *,
+    device: torch.device,
+    settings: Sequence[str] = (),
 ) -> None:
     """Give every worker rank 0's parameters, the optimizer's own too, and buffers, non-persistent ones too.
 
     *Collective: every rank calls this, in the same order.* Sends a few large messages, not one a parameter.
+
+    Args:
+        settings: what else must be the same on all workers, in words.
 
     Raises:
         UsageError: a parameter is on another device than the run, or has no shape or memory yet.
         MismatchError: workers built different models or optimizers; names the first difference.
     """
     _check_usable(model, optimizer, device)
-    check_same(describe(model, optimizer), transport)
+    check_same([*settings, *describe(model, optimizer)], transport)
     if transport.world_size == 1:
         return
     named = [*named_parameters(model, optimizer), *model.named_buffers()]
@@ -84,7 +92,7 @@ def check_same(lines: Sequence[str], transport: Transport) -> None:
     ours, theirs = (some[at] if at < len(some) else "nothing more" for some in (expected, found))
     raise MismatchError(
         f"rank {differing[0]} built something else than rank 0. The first difference: on rank 0 {ours}; on rank "
-        f"{differing[0]} {theirs}. Build the model and the optimizer the same way on every rank."
+        f"{differing[0]} {theirs}. Join the run and build model and optimizer the same way on every rank."
     )
 
 

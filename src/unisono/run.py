@@ -175,7 +175,13 @@ class Run:
             MismatchError: workers built different models; names the first difference.
         """
         with self._doing("sharing of the initial state"):
-            share_initial_state(model, optimizer, self._transport, device=self.device)
+            share_initial_state(
+                model,
+                optimizer,
+                self._transport,
+                device=self.device,
+                settings=[f"the run's seed is {self.seed}", f"its assignment is {self._assignment}"],
+            )
         replica = Replica(
             model,
             optimizer,

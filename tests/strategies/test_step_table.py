@@ -29,6 +29,7 @@ def row(**changes: Any) -> Row:
         "present": [],
         "averaged": [],
         "digests": [],
+        "signature": 5,
     }
     return Row(**(given | changes))
 
@@ -115,4 +116,10 @@ def test_all_kinds_of_cells_have_columns_of_their_own() -> None:
     assert table.averaged_weights() == [4.0] * 65
     assert table.changers(0) == {2**62: [0]}
     assert table.changers(1) == {1: [0, 1]}
-    assert new_table(TableShape(2, 70, 65, 2)).shape == torch.Size([2, 3 + 2 + 2 + 2])
+    assert new_table(TableShape(2, 70, 65, 2)).shape == torch.Size([2, 4 + 2 + 2 + 2])
+
+
+def test_rows_of_different_steps_are_refused() -> None:
+    table_of([row(), None, row()]).check_signatures_agree([0, 1, 1], step=3)
+    with pytest.raises(MismatchError, match=r"step 3: rank 1 \(micro-batch 2\) and rank 0 \(micro-batch 0\)"):
+        table_of([row(), None, row(signature=6)]).check_signatures_agree([0, 1, 1], step=3)

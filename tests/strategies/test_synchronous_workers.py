@@ -238,3 +238,49 @@ def test_all_zero_weights_skip_the_step_on_every_worker(launch: Launch) -> None:
             return math.isnan(loss), float(model.w), replica.num_steps, model.w.grad is not None
 
     assert launch(work, 2) == [(True, 1.0, 2, True)] * 2
+
+
+@pytest.mark.parametrize("what", ["sizes", "parameters", "values", "one worker"])
+def test_workers_that_are_at_different_batches_or_train_other_parameters_get_an_error(
+    launch: Launch, what: str
+) -> None:
+    def work(what: str) -> str:
+        with unisono.join() as run:
+            model = nn.ModuleList([Line(), Line()])
+            replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            if what == "parameters":
+                model[run.rank].requires_grad_(False)
+            elif what == "values":  # a layer made anew, differently on every rank
+                model[1].w = nn.Parameter(torch.tensor(float(run.rank)))
+            elif what == "one worker" and run.rank:
+                model[1].w = nn.Parameter(torch.zeros(()))
+            parts = [torch.ones(2), torch.ones(2 + run.rank * (what == "sizes"))]
+            with pytest.raises(MismatchError) as caught:
+                replica.step(
+                    global_batch(parts, shares=[1, 1], rank=run.rank, nominal=2),
+                    lambda model, y: model[0].loss(y) + model[1].loss(y),
+                )
+            return str(caught.value)
+
+    first, second = launch(work, 2, what)
+    assert first == second
+    assert "step 0: rank 1 (micro-batch 1) and rank 0 (micro-batch 0) are not at the same step" in first
+
+
+def test_a_parameter_replaced_in_the_same_way_on_every_worker_is_trained(launch: Launch) -> None:
+    def work() -> tuple[float, str]:
+        with unisono.join() as run:
+            model = Line()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            replica = run.replicate(model, optimizer)
+            for value in (3.0, 5.0):
+                model.w = nn.Parameter(torch.tensor(value))
+                optimizer.param_groups[0]["params"] = [model.w]
+                for number in range(2):
+                    parts = [torch.tensor([2.0 + number]), torch.tensor([4.0 + number])]
+                    replica.step(global_batch(parts, shares=[1, 1], rank=run.rank), line_loss)
+            return float(model.w), run.fingerprint(model)
+
+    first, second = launch(work, 2)
+    assert first == second
+    assert first[0] == 4.0

@@ -22,7 +22,7 @@ from unisono.grid import tree_sum
 
 WORD_BITS = 62
 _RAN, _GAVE_WEIGHT, _FIRED_LATE = 1, 2, 4
-_HEADER = 3
+_HEADER = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Row:
         present: for each parameter whether it has a gradient.
         averaged: for each averaged buffer whether it changed.
         digests: for each other buffer a digest of its new value, 0 where it did not change.
+        signature: 63 bits that stand for what all workers must agree on.
     """
 
     weight: float
@@ -60,6 +61,7 @@ class Row:
     present: Sequence[bool]
     averaged: Sequence[bool]
     digests: Sequence[int]
+    signature: int
 
 
 def new_table(shape: TableShape) -> Tensor:
@@ -70,7 +72,7 @@ def new_table(shape: TableShape) -> Tensor:
 def write_row(table: Tensor, index: int, row: Row) -> None:
     """Fill row `index`. In place."""
     flags = _RAN | row.gave_weight * _GAVE_WEIGHT | row.fired_late * _FIRED_LATE
-    cells = [flags, float_bits(row.weight), float_bits(row.loss)]
+    cells = [flags, float_bits(row.weight), float_bits(row.loss), row.signature]
     cells += _pack(row.present) + _pack(row.averaged) + list(row.digests)
     table[index] = torch.tensor(cells, dtype=torch.int64)
 
@@ -99,6 +101,18 @@ class StepTable:
     @property
     def fired_late(self) -> bool:
         return any(row[0] & _FIRED_LATE for row in self._rows)
+
+    def check_signatures_agree(self, owners: Sequence[int], *, step: int) -> None:
+        """Raise a `MismatchError` unless all micro-batches were computed for the same step of the same run."""
+        ran = [(index, row[3]) for index, row in enumerate(self._rows) if row[0] & _RAN]
+        for index, signature in ran:
+            if signature != ran[0][1]:
+                raise MismatchError(
+                    f"step {step}: rank {owners[index]} (micro-batch {index}) and rank {owners[ran[0][0]]} "
+                    f"(micro-batch {ran[0][0]}) are not at the same step of the same run: their global batches have "
+                    f"other sizes, or they train other parameters, or from other values. Load the same data with the "
+                    f"same settings on every rank, and freeze or replace the same parameters in the same way."
+                )
 
     def check_weights_agree(self) -> None:
         """Raise a `MismatchError` if the loss function returned a weight for some micro-batches only."""

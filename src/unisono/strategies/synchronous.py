@@ -8,6 +8,7 @@ first factor is 1 and the second one over the number of micro-batches.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from unisono.collectives.choose import check_algorithm
 from unisono.collectives.gather import gather_rows
 from unisono.errors import UsageError
+from unisono.fingerprint import digest_of
 from unisono.gradients.buckets import Bucket, plan_buckets
 from unisono.gradients.collector import GradientCollector
 from unisono.gradients.partial_sums import count_merges
@@ -70,9 +72,13 @@ class Synchronous:
 
 @dataclass
 class _Gradients:
-    """The buckets of one set of parameters; made anew when the set changes."""
+    """The buckets of one set of parameters; made anew when the set changes.
+
+    `signature` tells this worker when that is; `digest` is the same on all workers if their sets are.
+    """
 
     signature: Sequence[object]
+    digest: int
     named: list[tuple[str, nn.Parameter]]
     buckets: tuple[Bucket, ...]
     collector: GradientCollector
@@ -87,6 +93,7 @@ class _Pass:
     step: int
     table: Tensor
     shape: TableShape
+    signature: int
     merges: dict[int, int]
     send_early: bool
     started: bool = False
@@ -109,7 +116,9 @@ class SynchronousEngine:
         )
         self._statistics = Statistics(context.model, key=str(context.number))
         self._reference = WeightReference()
-        self._gradients = self._plan(list(context.parameters()))
+        self._gradients = self._plan(
+            list(context.parameters()), digest=0
+        )  # equal: the run has just seen to it
         self._sent: dict[int, Callable[[], Tensor]] = {}
         self._complete: set[int] = set()
         self._num_sent = 0
@@ -144,6 +153,7 @@ class SynchronousEngine:
             # Data is kept only where the step may have to be done again.
             data: Iterable[tuple[int, Any]] = list(batch) if self._overlap else batch
             table = self._run(batch, data, loss_fn, step=step)
+            table.check_signatures_agree(batch.assignment.owners, step=step)
             if table.fired_late:
                 # All see it in the shared table, so all do the step again, and send nothing early from now on.
                 self._overlap = False
@@ -201,7 +211,15 @@ class SynchronousEngine:
             num_others=len(keeper.other_names),
         )
         merges = count_merges(assignment.blocks[self._joiner.transport.rank], assignment.num_micro_batches)
-        return _Pass(batch, step, new_table(shape), shape, merges, self._overlap)
+        signature = _digest(
+            step,
+            self._context.seed,
+            assignment.owners,
+            batch.sizes,
+            batch.nominal_weight,
+            self._gradients.digest,
+        )
+        return _Pass(batch, step, new_table(shape), shape, signature, merges, self._overlap)
 
     def _run_backward(
         self, run: _Pass, number: int, *, loss: Tensor, given: float | None, last: bool
@@ -229,6 +247,7 @@ class SynchronousEngine:
             present=present,
             averaged=[value is not None and weight != 0 for value in changes.averaged],
             digests=changes.digests,
+            signature=run.signature,
         )
         write_row(run.table, number, row)
 
@@ -335,11 +354,22 @@ class SynchronousEngine:
             # Whatever changed the parameters may have changed the buffers with them.
             self._statistics = Statistics(self._context.model, key=str(self._context.number))
         if changed or order is not None:
-            self._gradients.collector.clear()
-            self._gradients.collector.close()
-            self._gradients = self._plan(named, None if changed else order)
+            old = self._gradients
+            old.collector.clear()
+            old.collector.close()
+            self._gradients = (
+                self._plan(named, digest=self._digest_of_values(named))
+                if changed
+                else self._plan(named, digest=old.digest, order=order)
+            )
 
-    def _plan(self, named: list[tuple[str, nn.Parameter]], order: Sequence[int] | None = None) -> _Gradients:
+    def _digest_of_values(self, named: list[tuple[str, nn.Parameter]]) -> int:
+        """Return what is the same on all workers if their parameters are, values included. Reads them all."""
+        return 0 if self._joiner.transport.world_size == 1 else _digest(digest_of(named).hexdigest())
+
+    def _plan(
+        self, named: list[tuple[str, nn.Parameter]], *, digest: int, order: Sequence[int] | None = None
+    ) -> _Gradients:
         parameters = [parameter for _, parameter in named]
         buckets = plan_buckets(
             parameters,
@@ -350,7 +380,7 @@ class SynchronousEngine:
         collector = GradientCollector(parameters, buckets)
         if order is not None or self._joiner.transport.world_size == 1:
             collector.ready_order = None
-        return _Gradients(_signature(named), named, buckets, collector)
+        return _Gradients(_signature(named), digest, named, buckets, collector)
 
     def _agree_on_order(self, batch: GlobalBatch) -> None:
         """After the first step, order the buckets as gradients became ready on the owner of micro-batch 0."""
@@ -372,3 +402,8 @@ class SynchronousEngine:
 def _signature(named: Iterable[tuple[str, nn.Parameter]]) -> list[object]:
     """Return what tells one set of parameters from another."""
     return [(id(p), p.shape, p.dtype, p.device) for _, p in named]
+
+
+def _digest(*facts: object) -> int:
+    """Return 63 bits that stand for `facts`, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 1
