@@ -8,24 +8,21 @@ first factor is 1 and the second one over the number of micro-batches.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unisono.collectives.choose import check_algorithm
 from unisono.collectives.gather import gather_rows
 from unisono.errors import UsageError
-from unisono.fingerprint import digest_of
-from unisono.gradients.buckets import Bucket, plan_buckets
-from unisono.gradients.collector import GradientCollector
 from unisono.gradients.partial_sums import count_merges
 from unisono.randomness import derive, keyed
 from unisono.strategies.base import GlobalBatch, LossFunction, ReplicaContext, StepResult
+from unisono.strategies.gradient_plan import Planner, short_digest
 from unisono.strategies.joiner import Joiner
 from unisono.strategies.statistics import Statistics
 from unisono.strategies.step_table import Row, StepTable, TableShape, new_table, write_row
@@ -71,21 +68,6 @@ class Synchronous:
 
 
 @dataclass
-class _Gradients:
-    """The buckets of one set of parameters; made anew when the set changes.
-
-    `signature` tells this worker when that is; `digest` is the same on all workers if their sets are.
-    """
-
-    signature: Sequence[object]
-    digest: int
-    named: list[tuple[str, nn.Parameter]]
-    buckets: tuple[Bucket, ...]
-    collector: GradientCollector
-    next_order: Sequence[int] | None = None
-
-
-@dataclass
 class _Pass:
     """One run through the own micro-batches of a global batch."""
 
@@ -116,9 +98,14 @@ class SynchronousEngine:
         )
         self._statistics = Statistics(context.model, key=str(context.number))
         self._reference = WeightReference()
-        self._gradients = self._plan(
-            list(context.parameters()), digest=0
-        )  # equal: the run has just seen to it
+        trained = list(context.parameters())
+        self._planner = Planner(
+            [*context.model.parameters(), *(parameter for _, parameter in trained)],
+            bucket_bytes=strategy.bucket_bytes,
+            first_bucket_bytes=strategy.first_bucket_bytes,
+            alone=context.transport.world_size == 1,
+        )
+        self._gradients = self._planner.plan(trained)
         self._sent: dict[int, Callable[[], Tensor]] = {}
         self._complete: set[int] = set()
         self._num_sent = 0
@@ -211,7 +198,7 @@ class SynchronousEngine:
             num_others=len(keeper.other_names),
         )
         merges = count_merges(assignment.blocks[self._joiner.transport.rank], assignment.num_micro_batches)
-        signature = _digest(
+        signature = short_digest(
             step,
             self._context.seed,
             assignment.owners,
@@ -347,40 +334,11 @@ class SynchronousEngine:
         return f"{self._context.number}/bucket{number}"
 
     def _replan_if_parameters_changed(self) -> None:
-        named = list(self._context.parameters())
-        order = self._gradients.next_order
-        changed = _signature(named) != self._gradients.signature
-        if changed:
+        old = self._gradients
+        self._gradients = self._planner.following(old, list(self._context.parameters()))
+        if self._gradients.signature != old.signature:
             # Whatever changed the parameters may have changed the buffers with them.
             self._statistics = Statistics(self._context.model, key=str(self._context.number))
-        if changed or order is not None:
-            old = self._gradients
-            old.collector.clear()
-            old.collector.close()
-            self._gradients = (
-                self._plan(named, digest=self._digest_of_values(named))
-                if changed
-                else self._plan(named, digest=old.digest, order=order)
-            )
-
-    def _digest_of_values(self, named: list[tuple[str, nn.Parameter]]) -> int:
-        """Return what is the same on all workers if their parameters are, values included. Reads them all."""
-        return 0 if self._joiner.transport.world_size == 1 else _digest(digest_of(named).hexdigest())
-
-    def _plan(
-        self, named: list[tuple[str, nn.Parameter]], *, digest: int, order: Sequence[int] | None = None
-    ) -> _Gradients:
-        parameters = [parameter for _, parameter in named]
-        buckets = plan_buckets(
-            parameters,
-            order=order,
-            bucket_bytes=self._strategy.bucket_bytes,
-            first_bucket_bytes=self._strategy.first_bucket_bytes,
-        )
-        collector = GradientCollector(parameters, buckets)
-        if order is not None or self._joiner.transport.world_size == 1:
-            collector.ready_order = None
-        return _Gradients(_signature(named), digest, named, buckets, collector)
 
     def _agree_on_order(self, batch: GlobalBatch) -> None:
         """After the first step, order the buckets as gradients became ready on the owner of micro-batch 0."""
@@ -397,13 +355,3 @@ class SynchronousEngine:
             "agreement on the order of buckets", lambda: gather_rows(self._joiner.transport, order)
         )
         self._gradients.next_order = order[0].tolist()
-
-
-def _signature(named: Iterable[tuple[str, nn.Parameter]]) -> list[object]:
-    """Return what tells one set of parameters from another."""
-    return [(id(p), p.shape, p.dtype, p.device) for _, p in named]
-
-
-def _digest(*facts: object) -> int:
-    """Return 63 bits that stand for `facts`, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 1

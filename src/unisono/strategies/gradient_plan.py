@@ -1,0 +1,103 @@
+"""Which parameters are trained and which buckets their gradients travel in; planned anew when that changes."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from unisono.fingerprint import digest_of
+from unisono.gradients.buckets import Bucket, plan_buckets
+from unisono.gradients.collector import GradientCollector
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass
+class GradientPlan:
+    """The buckets of one set of parameters.
+
+    Args:
+        named: the parameters, in an order that all workers share.
+        buckets, collector: where their gradients go.
+        signature: what tells this set from another, in this process.
+        digest: is the same on all workers if they planned for the same.
+        next_order: the order of buckets that was agreed on for the next step.
+    """
+
+    named: Named
+    buckets: tuple[Bucket, ...]
+    collector: GradientCollector
+    signature: Sequence[object]
+    digest: int
+    next_order: Sequence[int] | None = None
+
+
+class Planner:
+    """Makes the plans of one replica.
+
+    Args:
+        known: parameters that are known to be equal on all workers, trained or not.
+        alone: whether there is nobody to agree with.
+    """
+
+    def __init__(
+        self, known: Iterable[nn.Parameter], *, bucket_bytes: int, first_bucket_bytes: int, alone: bool
+    ) -> None:
+        self._known = {id(parameter): weakref.ref(parameter) for parameter in known}
+        self._bucket_bytes = bucket_bytes
+        self._first_bucket_bytes = first_bucket_bytes
+        self._alone = alone
+
+    def plan(self, named: Named) -> GradientPlan:
+        """Plan for parameters that were never planned for. Reads the values of those not known to be equal."""
+        unknown = [(name, parameter) for name, parameter in named if not self._knows(parameter)]
+        self._known |= {id(parameter): weakref.ref(parameter) for _, parameter in unknown}
+        facts = [(name, parameter.shape, parameter.dtype) for name, parameter in named]
+        values = "" if self._alone or not unknown else digest_of(unknown).hexdigest()
+        plan = self._plan(named, digest=short_digest(facts, values), order=None)
+        if self._alone:
+            plan.collector.ready_order = None
+        return plan
+
+    def following(self, old: GradientPlan, named: Named) -> GradientPlan:
+        """Return the plan of the next step: `old` itself if it still holds, else one in its place."""
+        changed = signature_of(named) != old.signature
+        if not changed and old.next_order is None:
+            return old
+        old.collector.clear()
+        old.collector.close()
+        if changed:
+            return self.plan(named)
+        plan = self._plan(named, digest=old.digest, order=old.next_order)
+        plan.collector.ready_order = None
+        return plan
+
+    def _plan(self, named: Named, *, digest: int, order: Sequence[int] | None) -> GradientPlan:
+        parameters = [parameter for _, parameter in named]
+        buckets = plan_buckets(
+            parameters,
+            order=order,
+            bucket_bytes=self._bucket_bytes,
+            first_bucket_bytes=self._first_bucket_bytes,
+        )
+        return GradientPlan(
+            named, buckets, GradientCollector(parameters, buckets), signature_of(named), digest
+        )
+
+    def _knows(self, parameter: nn.Parameter) -> bool:
+        reference = self._known.get(id(parameter))
+        return reference is not None and reference() is parameter
+
+
+def signature_of(named: Named) -> list[object]:
+    """Return what tells one set of parameters from another, in this process."""
+    return [(id(p), p.shape, p.dtype, p.device) for _, p in named]
+
+
+def short_digest(*facts: object) -> int:
+    """Return 63 bits that stand for `facts`, the same in every process. Pure."""
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 1
