@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import MismatchError, UsageError
-from unisono.fingerprint import digest_of, fingerprint
+from unisono.fingerprints import digest_of, fingerprint
 from unisono.initial_state import describe, share_initial_state
 from unisono.transport.base import Transport
 from unisono.transport.local import LocalTransport

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from unisono.errors import (
         DeadlineError,
         JobError,
+        LoaderError,
         MismatchError,
         TransportError,
         UnisonoError,
         UsageError,
         WorkerLostError,
     )
-    from unisono.fingerprint import fingerprint
+    from unisono.fingerprints import fingerprint
     from unisono.replica import Replica
     from unisono.run import Run, join
     from unisono.strategies import Synchronous
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DeadlineError": "unisono.errors",
     "JobError": "unisono.errors",
+    "LoaderError": "unisono.errors",
     "MismatchError": "unisono.errors",
     "Replica": "unisono.replica",
     "Run": "unisono.run",
@@ -35,7 +37,7 @@ _HOMES = {
     "UnisonoError": "unisono.errors",
     "UsageError": "unisono.errors",
     "WorkerLostError": "unisono.errors",
-    "fingerprint": "unisono.fingerprint",
+    "fingerprint": "unisono.fingerprints",
     "join": "unisono.run",
     "launch": "unisono.cluster.launch",
 }
@@ -43,6 +45,7 @@ _HOMES = {
 __all__ = [
     "DeadlineError",
     "JobError",
+    "LoaderError",
     "MismatchError",
     "Replica",
     "Run",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from unisono.events import Event, StepFinished
-from unisono.fingerprint import named_state, raw_bytes
+from unisono.fingerprints import named_state, raw_bytes
 from unisono.reference_gradient import compare_with_float64
 from unisono.replica import Replica
 from unisono.strategies.base import GlobalBatch, LossFunction

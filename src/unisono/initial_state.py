@@ -13,7 +13,7 @@ from unisono.collectives.broadcast import broadcast
 from unisono.collectives.execute import execute
 from unisono.collectives.gather import gather_bytes, gather_rows
 from unisono.errors import MismatchError, UsageError
-from unisono.fingerprint import digest_of
+from unisono.fingerprints import digest_of
 from unisono.gradients.parameters import named_parameters
 from unisono.transport.base import Transport
 

@@ -25,7 +25,7 @@ from unisono.data.plan import AssignmentPlan
 from unisono.errors import TransportError, UsageError
 from unisono.evaluation import evaluate
 from unisono.events import Event, Notice, Observer
-from unisono.fingerprint import fingerprint
+from unisono.fingerprints import fingerprint
 from unisono.grid import Assignment, assign, even_shares, scale_shares
 from unisono.initial_state import share_initial_state
 from unisono.randomness import derive, seed_all

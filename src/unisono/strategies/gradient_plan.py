@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from unisono.fingerprint import digest_of
+from unisono.fingerprints import digest_of
 from unisono.gradients.buckets import Bucket, plan_buckets
 from unisono.gradients.collector import GradientCollector
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unisono.collectives.gather import gather_bytes
 from unisono.errors import MismatchError
-from unisono.fingerprint import raw_bytes
+from unisono.fingerprints import raw_bytes
 from unisono.gradients.buckets import plan_buckets
 from unisono.gradients.buffers import BufferKeeper
 from unisono.gradients.partial_sums import PartialSums

@@ -1,4 +1,7 @@
-"""One short hash of everything a model is: what two runs are compared by."""
+"""One short hash of everything a model is: what two runs are compared by.
+
+Not named like its function, which the package offers under that name.
+"""
 
 from __future__ import annotations
 
