@@ -1,10 +1,11 @@
 """Moves gradients from ``p.grad`` into the partial sums of their buckets, micro-batch by micro-batch.
 
-Where a micro-batch starts a sum of its own, each bucket is taken over as soon as its last gradient is there,
-so that no second copy of all gradients comes to exist; where it is added to a neighbour, it waits for the end
-of the backward pass, since a parameter may still receive more (several backward calls, re-entrant
-checkpoints). Where somebody waits for complete buckets they are always taken over at once; a gradient that
-comes later is then reported, and the step has to be done again.
+Where a micro-batch starts a sum of its own, each gradient is moved as soon as it is there, while it is still in
+the processor's cache, and its memory serves the next one: no second copy of all gradients comes to exist. Where
+a micro-batch is added to a neighbour, its gradients wait for the end of the backward pass, since a parameter may
+still receive more (several backward calls, re-entrant checkpoints). Where somebody waits for complete buckets
+they are always taken over at once; a gradient that comes later is then reported, and the step has to be done
+again.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class GradientCollector:
         self._sums = [PartialSums(bucket) for bucket in buckets]
         self._bucket_of = {slot.index: number for number, b in enumerate(buckets) for slot in b.slots}
         self._views: list[list[Tensor] | None] = [None] * len(buckets)
+        self._opened: list[list[Tensor] | None] = [None] * len(buckets)
         self._slot_of = {slot.index: at for b in buckets for at, slot in enumerate(b.slots)}
         self._fired = [False] * len(self._parameters)
         self._missing = [0] * len(buckets)
@@ -72,6 +74,7 @@ class GradientCollector:
         self._fired = [False] * len(self._parameters)
         self._missing = [len(bucket.slots) for bucket in self._buckets]
         self._views = [None] * len(self._buckets)
+        self._opened = [sums.open() if sums.streams(leaf) else None for sums in self._sums]
         self._present = [False] * len(self._parameters)
 
     def end_leaf(self) -> list[bool]:
@@ -104,9 +107,11 @@ class GradientCollector:
         self._fired[index] = True
         if self.ready_order is not None:
             self.ready_order.setdefault(index)
+        opened = self._opened[number]
+        if opened is not None:
+            _move(parameter, opened[self._slot_of[index]])
         self._missing[number] -= 1
-        at_once = self._on_complete is not None or self._sums[number].streams(self._leaf)
-        if self._missing[number] == 0 and at_once:
+        if self._missing[number] == 0 and (self._on_complete is not None or opened is not None):
             self._absorb(number)
 
     def _absorb(self, number: int) -> None:
@@ -129,9 +134,19 @@ class GradientCollector:
         assert views is not None
         assert parameter.grad is not None
         assert self._leaf is not None
-        if self._on_complete is not None or not self._sums[number].streams(self._leaf):
+        if self._on_complete is not None or self._opened[number] is None:
             self.fired_late = True
         else:
             with torch.no_grad():
                 views[self._slot_of[index]].add_(parameter.grad)
         parameter.grad = None
+
+
+def _move(parameter: Tensor, view: Tensor) -> None:
+    """Copy a parameter's gradient to `view` and make that its gradient; what is added later goes there too."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient is not view and not gradient.is_sparse:
+        with torch.no_grad():
+            view.copy_(gradient)
+        parameter.grad = view

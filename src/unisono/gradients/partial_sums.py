@@ -53,6 +53,7 @@ class PartialSums:
         self._stack: list[tuple[Block, Flat]] = []
         self._others: dict[int, Flat] = {}
         self._merges: dict[int, int] = {}
+        self._opened: Flat | None = None
 
     def begin(self, merges: dict[int, int]) -> None:
         """Start a step in which `merges` (see `count_merges`) says what each own micro-batch completes."""
@@ -63,12 +64,21 @@ class PartialSums:
         """Whether gradients of `leaf` may go to memory of their own as they come, before all are there."""
         return self._merges[leaf] == 0
 
+    def open(self) -> list[Tensor]:
+        """Return views, one for each slot, of where a micro-batch that streams will go.
+
+        Gradients that are written there before `absorb` need not be copied any more.
+        """
+        if self._opened is None:
+            self._opened = self._take()
+        return self._opened.views
+
     def absorb(self, leaf: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Add the gradients of one micro-batch; None counts as +0.0 everywhere.
 
         Args:
             leaf: the micro-batch.
-            gradients: one for each slot of the bucket, of the slot's shape.
+            gradients: one for each slot of the bucket, of the slot's shape; may be views that `open` returned.
 
         Returns:
             Views, one for each slot, of the buffer that now holds the sum this micro-batch went into.
@@ -80,7 +90,8 @@ class PartialSums:
             raise UsageError("sparse gradients are not supported: build the embedding with sparse=False.")
         merges = self._merges[leaf]
         if merges == 0:
-            flat = self._take()
+            flat = self._opened or self._take()
+            self._opened = None
             self._fill(flat, gradients)
             self._stack.append((Block(leaf, leaf + 1), flat))
             return flat.views
@@ -122,7 +133,7 @@ class PartialSums:
         for view, gradient in zip(flat.views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
-            else:
+            elif gradient is not view:
                 views.append(view)
                 present.append(gradient)
         if present:
