@@ -6,7 +6,7 @@ Owns the words of `unisono check`; starts nothing and reads no files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -100,13 +100,11 @@ class Verdict:
         lines: for people, the most important first.
         identical: whether all runs agree to the bit.
         cause: the likely cause if they don't.
-        remarks: causes of something that is worth knowing although the runs agree.
     """
 
     lines: Sequence[str]
     identical: bool
     cause: Cause | None = None
-    remarks: Sequence[str] = field(default_factory=tuple)
 
 
 def first_difference(one: Notes, other: Notes) -> Difference | None:
@@ -161,14 +159,13 @@ def verdict_of_agreement(runs: Sequence[Notes]) -> Verdict:
     steps = len(runs[0].ranks[0])
     lines = [f"identical: {steps} steps on {sizes} workers"]
     lines += list(_precision(runs[0].comparisons))
-    remarks = []
     mixing = max((note["mixing"] or 0.0 for note in runs[0].comparisons), default=0.0)
     if mixing > MIXING_LIMIT:
-        remarks.append(
+        lines.append(
             f"remark: an operation across samples: the gradient over the whole batch at once differs from the mean "
             f"over micro-batches by {mixing:.1e}. The result depends on micro_batches, not on the workers."
         )
-    return Verdict([*lines, *remarks], True, None, remarks)
+    return Verdict(lines, True)
 
 
 def _precision(comparisons: Sequence[Note]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """What happens in a run, as frozen records, and the observer that is told.
 
-Library code tells an observer; only the command line and the user's own observers print.
+Library code tells an observer; only the command line and observers print.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from contextlib import contextmanager
@@ -64,6 +65,18 @@ def test_the_last_position_is_published_at_the_end():
         board.heard.wait(5)
         watchdog.position = position = at("reduce")
     assert board.published[-1] == position
+
+
+def test_waking_an_ended_watchdog_writes_to_nobody():
+    with watched(FakeBoard()) as (watchdog, _, _):
+        pass
+    reused = [os.pipe() for _ in range(4)]
+    try:
+        watchdog.wake()
+        assert not select.select([read for read, _ in reused], [], [], 0)[0]
+    finally:
+        for descriptor in (end for pair in reused for end in pair):
+            os.close(descriptor)
 
 
 def test_a_wait_over_the_deadline_is_aborted_with_the_name_of_who_is_missing():

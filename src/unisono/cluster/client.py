@@ -187,7 +187,6 @@ class ControlLink:
         # A copy, so that this run's end does not close the worker's own descriptor.
         self._sock = socket.socket(fileno=os.dup(environment.control_fd))
         self._client = ControlClient(self._sock)
-        self._rank = environment.rank
         self._client.join(environment.run_id, rank=environment.rank)
         self.store = ControlStore(self._client)
 

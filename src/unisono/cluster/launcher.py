@@ -168,7 +168,8 @@ class Launcher:
                     f"the fork server ended ({self._spawner.describe_end()}); its workers end with it"
                 )
             case Ready():
-                self._start_all()
+                if self._job.state is State.RUNNING:  # else a signal came first
+                    self._start_all()
             case Started(rank=rank, pid=pid):
                 self._pids[rank] = pid
             case Exited(rank=rank, pid=pid, code=code):
@@ -232,6 +233,7 @@ class Launcher:
                     self._left_early = self._find_done()
                     for worker in self._workers.values():
                         worker.control.send(Stop(reason))
+                        self._watch(worker.control)
                 case SendSignal(number=number):
                     for rank in self._workers:
                         self._spawner.signal(rank, number)

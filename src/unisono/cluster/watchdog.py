@@ -58,6 +58,7 @@ class Watchdog:
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._watch, name="unisono-watchdog", daemon=True)
         self._stopping = False
+        self._closed = False
 
     def start(self) -> None:
         """Start the thread."""
@@ -71,12 +72,16 @@ class Watchdog:
         self.wake()
         self._thread.join()
         self._board.publish(self.position)  # where it was last, for whoever waits for it later
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._lock:
+            self._closed = True
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def wake(self) -> None:
-        """Make the thread look around now. Any thread may call this."""
-        os.write(self._wake_write, b"x")
+        """Make the thread look around now. Any thread may call this; after `stop` it does nothing."""
+        with self._lock:
+            if not self._closed:  # else the descriptor may be somebody else's by now
+                os.write(self._wake_write, b"x")
 
     def on_abort(self, callback: Callable[[Exception], None]) -> None:
         """Call `callback(reason)` once, from the thread, when waits must end; at once if that was before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ class Statistics:
         )
         self._sums = [PartialSums(bucket) for bucket in buckets]
         self._key = key
+        self._started: list[Callable[[], Tensor]] = []
 
     def begin_pass(self, merges: dict[int, int]) -> None:
         for sums in self._sums:
@@ -48,6 +49,18 @@ class Statistics:
     def absorb_nothing(self, micro_batch: int) -> None:
         self.absorb(micro_batch, [None] * len(self.keeper.averaged), factor=0.0)
 
+    def start(self, joiner: Joiner) -> None:
+        """Send what was summed up, before anybody knows whether something changed. *Collective.*"""
+        for number, sums in enumerate(self._sums):
+            wait = joiner.start(sums.partials(), sums.bucket, key=self._key_of(number), scale=1.0)
+            self._started.append(wait)
+
+    def wait_for_unwanted(self) -> None:
+        """Wait for what was started and then not needed: its memory is about to be used again."""
+        for wait in self._started:
+            wait()
+        self._started.clear()
+
     def check(self, table: StepTable, *, step: int) -> None:
         """Raise a `MismatchError` for a buffer that micro-batches changed differently and nobody can average."""
         for index, name in enumerate(self.keeper.other_names):
@@ -63,9 +76,11 @@ class Statistics:
         """Give all buffers their values after the step. *Collective.*"""
         weights = table.averaged_weights()
         totals: dict[int, Tensor] = {}
-        if any(weights):
-            for number, sums in enumerate(self._sums):
-                totals |= self._total(joiner, sums, f"{self._key}/statistics{number}")
+        if any(weights) or self._started:
+            started: list[Callable[[], Tensor] | None] = [*self._started] or [None] * len(self._sums)
+            for number, wait in enumerate(started):
+                totals |= self._total(joiner, number, wait)
+            self._started = []
         self.keeper.restore()
         for index, total in totals.items():
             if weights[index]:
@@ -73,11 +88,15 @@ class Statistics:
         for index in range(len(self.keeper.other_names)):
             self._put_other(joiner, assignment, table, index)
 
-    @staticmethod
-    def _total(joiner: Joiner, sums: PartialSums, key: str) -> dict[int, Tensor]:
+    def _key_of(self, number: int) -> str:
+        return f"{self._key}/statistics{number}"
+
+    def _total(self, joiner: Joiner, number: int, started: Callable[[], Tensor] | None) -> dict[int, Tensor]:
+        sums = self._sums[number]
+        key = self._key_of(number)
         total = joiner.collect(
             "reduce of running statistics",
-            lambda: joiner.join(sums.partials(), sums.bucket, key=key, scale=1.0),
+            started or (lambda: joiner.join(sums.partials(), sums.bucket, key=key, scale=1.0)),
         )
         return {s.index: view for s, view in zip(sums.bucket.slots, sums.views_of(total), strict=True)}
 

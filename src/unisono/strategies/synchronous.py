@@ -184,6 +184,8 @@ class SynchronousEngine:
                     loss, given = unpack_loss(loss_fn(self._context.model, micro_batch), number)
                 self._run_backward(run, number, loss=loss, given=given, last=last)
         self._start_sums(run, None)
+        if run.send_early:
+            self._statistics.start(self._joiner)
         self._joiner.collect(
             "exchange of the step's table", lambda: gather_rows(self._joiner.transport, run.table)
         )
@@ -266,6 +268,7 @@ class SynchronousEngine:
         with self._joiner.doing("end of reductions that were not needed"):
             for wait in self._sent.values():
                 wait()
+            self._statistics.wait_for_unwanted()
         self._sent.clear()
         self._num_sent = 0
 

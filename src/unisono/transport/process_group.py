@@ -300,7 +300,7 @@ def _meet(store: Any, rank: int, world_size: int, *, timeout_s: float) -> None:
         return
     try:
         store.wait(others, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
+    except (RuntimeError, DeadlineError) as error:  # torch's own stores and ours
         missing = [each for each, key in keys.items() if not store.check([key])]
         if not missing:
             return

@@ -48,11 +48,6 @@ class Sockets:
                 os.set_inheritable(each.descriptor, False)
         self._found += new
 
-    @property
-    def num_connected(self) -> int:
-        """How many connections there were."""
-        return sum(each.is_connected for each in self._found)
-
     def shut_down(self) -> None:
         """End all connections, in both directions, for this process and its peers. Harmless if repeated."""
         for each in self._found:
