@@ -18,6 +18,7 @@ from torch import nn
 
 from unisono.events import Event, StepFinished
 from unisono.fingerprints import named_state, raw_bytes
+from unisono.randomness import keyed
 from unisono.reference_gradient import compare_with_float64
 from unisono.replica import Replica
 from unisono.strategies.base import GlobalBatch, LossFunction
@@ -48,9 +49,10 @@ class AuditSettings:
 class Audit:
     """Notes what happened in each step, for one worker."""
 
-    def __init__(self, settings: AuditSettings, rank: int, seed: int) -> None:
+    def __init__(self, settings: AuditSettings, rank: int, seed: int, *, device: torch.device) -> None:
         self._settings = settings
         self._seed = seed
+        self._device = device
         self._path = Path(settings.folder) / f"rank-{rank}.jsonl"
         self._replicas: Sequence[Replica] = ()
         self._num_steps = 0
@@ -93,9 +95,8 @@ class Audit:
         """Return a loss function that computes everything twice and notes where the results differ."""
 
         def twice(model: nn.Module, micro_batch: Any) -> Any:
-            state = torch.get_rng_state()
-            first = loss_fn(model, micro_batch)
-            torch.set_rng_state(state)
+            with keyed(self._device):  # puts all generators back
+                first = loss_fn(model, micro_batch)
             second = loss_fn(model, micro_batch)
             losses = [output[0] if isinstance(output, tuple) else output for output in (first, second)]
             if raw_bytes(losses[0]) != raw_bytes(losses[1]):

@@ -47,8 +47,8 @@ def compare_with_float64(
     Returns:
         ``error``: the largest relative error (Euclidean norm) of any parameter's gradient, and its
         ``parameter``. ``mixing``: the same between float64 over the micro-batches and over the whole batch at
-        once, or None where a layer mixes samples or the batch can't be put together. ``reason``: why there
-        is no comparison, if there is none.
+        once, or None where a layer mixes samples, the batch can't be put together or the model can't take it
+        whole. ``reason``: why there is no comparison, if there is none.
     """
     try:
         ours = _engine_gradients(_without_dropout(model), batch, loss_fn, seed=seed)
@@ -64,11 +64,7 @@ def compare_with_float64(
             "reason": f"{type(error).__name__}: {error}",
         }
     largest, parameter = _largest_error(ours, exact)
-    mixing = None
-    whole = None if _mixes_samples(model) else _concatenate([data for _, data in parts])
-    if whole is not None:
-        at_once = _plain_gradients(double, [(0, whole)], [sum(batch.sizes)], loss_fn, seed=seed)
-        mixing, _ = _largest_error(exact, at_once)
+    mixing = None if _mixes_samples(model) else _mixing_error(double, exact, batch, parts, loss_fn, seed=seed)
     return {"error": largest, "parameter": parameter, "mixing": mixing, "reason": None}
 
 
@@ -111,6 +107,27 @@ def _plain_gradients(
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
                 total += weight
     return {name: gradient / total for name, gradient in _gradients(model).items()}
+
+
+def _mixing_error(
+    model: nn.Module,
+    exact: Gradients,
+    batch: GlobalBatch,
+    parts: list[tuple[int, Any]],
+    loss_fn: LossFunction,
+    *,
+    seed: int,
+) -> float | None:
+    """Return the error of the whole batch's gradient at once against `exact`, None if it can't be had."""
+    try:
+        whole = _concatenate([data for _, data in parts])
+        if whole is None:
+            return None
+        at_once = _plain_gradients(model, [(0, whole)], [sum(batch.sizes)], loss_fn, seed=seed)
+    except Exception:  # user code that was written for micro-batches; that it can't take more is a result
+        return None
+    error, _ = _largest_error(exact, at_once)
+    return error
 
 
 def _gradients(model: nn.Module) -> Gradients:
