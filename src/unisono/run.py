@@ -141,7 +141,7 @@ class Run:
             self._transport = self._resources.enter_context(self._make_transport(backend))
             connection.on_abort(self._transport.abort)
         if audited is not None:
-            self._audit = Audit(audited, self.rank, seed)
+            self._audit = Audit(audited, self.rank, seed, device=device)
             self._audit.watch(self._replicas)
             self._observers.append(self._audit)
         seed_all(derive(seed, "init"), device)
@@ -369,7 +369,7 @@ class Run:
             return LocalTransport(device=self.device)
         store = self._connection.store
         assert store is not None
-        # A script may join several times; each time is a group of its own.
+        # Under torchrun a script may join several times; each time is a group of its own.
         number = store.add(f"joined/{self.rank}", 1)
         with self._doing("the meeting of all workers"):
             return ProcessGroupTransport(
@@ -378,6 +378,8 @@ class Run:
                 self.world_size,
                 backend=backend or ("nccl" if self.device.type == "cuda" else "gloo"),
                 device=self.device,
+                # More than the watchdog's deadline, which comes first and can say where the missing ones are.
+                timeout_s=2 * self._connection.step_timeout_s,
                 hostname=self._connection.address,
             )
 
