@@ -1,4 +1,4 @@
-"""The command line. It checks what was asked for, starts it, and is the only part that prints."""
+"""The command line. It checks what was asked for, starts it, and prints how it ended."""
 
 from __future__ import annotations
 
