@@ -55,9 +55,6 @@ class Connection:
         environment: identity of this worker.
         rank: number of this worker.
         world_size: number of workers.
-        local_rank: number of this worker on its host.
-        local_world_size: number of workers on its host.
-        run_id: name of the run.
         step_timeout_s: how long one operation may wait for other workers, or for data.
         address: the local address on which other workers of the run reach this one; loopback on one host.
         store: the run's store, for a rendezvous; None when alone.
@@ -69,9 +66,6 @@ class Connection:
         self.environment = environment
         self.rank = environment.rank
         self.world_size = environment.world_size
-        self.local_rank = environment.local_rank
-        self.local_world_size = environment.local_world_size
-        self.run_id = environment.run_id
         self.address = _address(environment)
         self.store: Store | None = None if link is None else link.store
         self.flags: dict[str, Any] = {} if link is None else dict(link.flags)
