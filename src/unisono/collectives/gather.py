@@ -52,19 +52,7 @@ def gather_bytes(transport: Transport, parts: Mapping[int, bytes], num_parts: in
     wrong = [number for number in parts if not 0 <= number < num_parts]
     if wrong:
         raise UsageError(f"rank {transport.rank}: parts {wrong} are outside of 0 to {num_parts - 1}.")
-    table = torch.zeros(num_parts, 2, dtype=torch.int64)
-    for number, part in parts.items():
-        table[number, 0] = 1
-        table[number, 1] = len(part)
-    gather_rows(transport, table)
-    counts, sizes = table.unbind(1)
-    if counts.ne(1).any():
-        numbers = counts.ne(1).nonzero().flatten().tolist()
-        raise MismatchError(
-            f"parts {numbers} of {num_parts} are on {counts[numbers].tolist()} ranks, expected one each: "
-            f"the ranks disagree on who has what."
-        )
-    ends = sizes.cumsum(0).tolist()
+    ends = _gather_sizes(transport, parts, num_parts).cumsum(0).tolist()
     if not ends or not ends[-1]:
         return [b""] * num_parts
     whole = torch.zeros(ends[-1], dtype=torch.uint8)
@@ -79,3 +67,20 @@ def gather_bytes(transport: Transport, parts: Mapping[int, bytes], num_parts: in
         whole = moved.cpu()
     data = whole.numpy().tobytes()
     return [data[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _gather_sizes(transport: Transport, parts: Mapping[int, bytes], num_parts: int) -> Tensor:
+    """Return the number of bytes of each part, int64 [num_parts]. *Collective.*"""
+    table = torch.zeros(num_parts, 2, dtype=torch.int64)
+    for number, part in parts.items():
+        table[number, 0] = 1
+        table[number, 1] = len(part)
+    gather_rows(transport, table)
+    counts, sizes = table.unbind(1)
+    if counts.ne(1).any():
+        numbers = counts.ne(1).nonzero().flatten().tolist()
+        raise MismatchError(
+            f"parts {numbers} of {num_parts} are on {counts[numbers].tolist()} ranks, expected one each: "
+            f"the ranks disagree on who has what."
+        )
+    return sizes
