@@ -85,7 +85,6 @@ class SynchronousEngine:
     """`Synchronous` at work on one replica."""
 
     def __init__(self, strategy: Synchronous, context: ReplicaContext) -> None:
-        self._strategy = strategy
         self._context = context
         wanted = not context.transport.maps_peers if strategy.overlap == "auto" else strategy.overlap
         self._overlap = wanted and context.transport.world_size > 1
@@ -149,6 +148,7 @@ class SynchronousEngine:
             self._statistics.check(table, step=step)
             reference = self._reference.of(batch, table.weights)
             if table.weight == 0:
+                self._wait_for_unwanted()
                 keeper.restore()
                 self._gradients.collector.clear()
                 return StepResult(math.nan, 0.0)
