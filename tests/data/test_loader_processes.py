@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from unisono.data.child_watch import death_message
 from unisono.data.loader import Loader
 from unisono.data.plan import AssignmentPlan
 from unisono.errors import LoaderError
@@ -215,3 +216,8 @@ def test_processes_and_their_files_are_gone_when_their_parent_is_killed(tmp_path
         for handle in handles:
             os.close(handle)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_death_by_a_signal_without_a_name_is_described():
+    number = signal.SIGRTMIN + 6
+    assert f"pid 7 killed by signal {number} on rank 1 (unknown)" in death_message(7, -number, 1)

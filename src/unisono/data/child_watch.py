@@ -56,12 +56,12 @@ def death_message(pid: int | None, exit_code: int, rank: int) -> str:
     if exit_code >= 0:
         return f"loader worker pid {pid} exited with code {exit_code} on rank {rank}."
     number = -exit_code
-    hints = {
+    hints: dict[int, str] = {
         signal.SIGKILL: "the system may be out of memory: lower num_workers or prefetch_factor.",
         signal.SIGBUS: "shared memory may be full: lower num_workers, or make /dev/shm larger.",
     }
-    hint = hints.get(signal.Signals(number), "see whether the dataset's native code crashed.")
-    name = signal.Signals(number).name
+    hint = hints.get(number, "see whether the dataset's native code crashed.")
+    name = next((each.name for each in signal.Signals if each == number), "unknown")
     return f"loader worker pid {pid} killed by signal {number} on rank {rank} ({name}): {hint}"
 
 
