@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
+from unisono.allocator import keep_freed_memory
 from unisono.audit import Audit, AuditSettings
 from unisono.cluster.connection import Connection, connect
-from unisono.cluster.environment import Environment, detect, usable_cores
+from unisono.cluster.environment import Environment, detect, sets_allocator, usable_cores
 from unisono.data.loader import Loader
 from unisono.data.plan import AssignmentPlan
 from unisono.errors import TransportError, UsageError
@@ -138,6 +139,8 @@ class Run:
             self._resources.enter_context(
                 reproducible(device, threads_per_worker, strict=audited is not None)
             )
+            if device.type == "cpu" and not sets_allocator():
+                keep_freed_memory()
             self._transport = self._resources.enter_context(self._make_transport(backend))
             connection.on_abort(self._transport.abort)
         if audited is not None:

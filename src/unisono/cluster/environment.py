@@ -17,6 +17,7 @@ Kind = Literal["alone", "launcher", "torchrun"]
 
 _WORKER = "UNISONO_WORKER"
 _JOINED = "joined"
+_ALLOCATOR = ("GLIBC_TUNABLES", "LD_PRELOAD")
 _TORCHRUN_IDENTITY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _TORCHRUN_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -99,6 +100,12 @@ def replace_variables(new: Mapping[str, str]) -> None:
     """Make `new` the environment of this process."""
     os.environ.clear()
     os.environ.update(new)
+
+
+def sets_allocator(variables: Mapping[str, str] | None = None) -> bool:
+    """Whether the user has chosen how this process allocates memory."""
+    variables = os.environ if variables is None else variables
+    return any(name.startswith("MALLOC_") or name in _ALLOCATOR for name in variables)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
