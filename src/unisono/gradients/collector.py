@@ -36,6 +36,7 @@ class GradientCollector:
         self._leaf: int | None = None
         self._present: list[bool] = []
         self._on_complete: Callable[[int], None] | None = None
+        self._scale = 1.0
         self.fired_late = False
         self.ready_order: dict[int, None] | None = {}
         self._hooks = [
@@ -50,11 +51,18 @@ class GradientCollector:
         for hook in self._hooks:
             hook.remove()
 
-    def begin_step(self, merges: dict[int, int]) -> None:
-        """Start a step, in which `merges` says what each own micro-batch completes, see `count_merges`."""
+    def begin_step(self, merges: dict[int, int], *, scale: float = 1.0) -> None:
+        """Start a step.
+
+        Args:
+            merges: what each own micro-batch completes, see `count_merges`.
+            scale: what every gradient is multiplied by as it is taken over. Other than 1 it needs gradients that
+                come in one piece; one that does not is reported as late.
+        """
         self.fired_late = False
+        self._scale = scale
         for sums in self._sums:
-            sums.begin(merges)
+            sums.begin(merges, scale=scale)
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -103,13 +111,14 @@ class GradientCollector:
             self._absorb_late(index, parameter)
             return
         if self._fired[index]:
+            self.fired_late = self.fired_late or self._scale != 1.0
             return
         self._fired[index] = True
         if self.ready_order is not None:
             self.ready_order.setdefault(index)
         opened = self._opened[number]
         if opened is not None:
-            _move(parameter, opened[self._slot_of[index]])
+            _move(parameter, opened[self._slot_of[index]], self._scale)
         self._missing[number] -= 1
         if self._missing[number] == 0 and (self._on_complete is not None or opened is not None):
             self._absorb(number)
@@ -134,7 +143,7 @@ class GradientCollector:
         assert views is not None
         assert parameter.grad is not None
         assert self._leaf is not None
-        if self._on_complete is not None or self._opened[number] is None:
+        if self._on_complete is not None or self._opened[number] is None or self._scale != 1.0:
             self.fired_late = True
         else:
             with torch.no_grad():
@@ -142,11 +151,14 @@ class GradientCollector:
         parameter.grad = None
 
 
-def _move(parameter: Tensor, view: Tensor) -> None:
-    """Copy a parameter's gradient to `view` and make that its gradient; what is added later goes there too."""
+def _move(parameter: Tensor, view: Tensor, scale: float) -> None:
+    """Put a parameter's gradient times `scale` into `view` and make that its gradient."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient is not view and not gradient.is_sparse:
         with torch.no_grad():
-            view.copy_(gradient)
+            if scale == 1.0:
+                view.copy_(gradient)
+            else:
+                torch.mul(gradient, scale, out=view)
         parameter.grad = view

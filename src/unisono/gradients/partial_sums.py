@@ -54,9 +54,14 @@ class PartialSums:
         self._others: dict[int, Flat] = {}
         self._merges: dict[int, int] = {}
         self._opened: Flat | None = None
+        self._scale = 1.0
 
-    def begin(self, merges: dict[int, int]) -> None:
-        """Start a step in which `merges` (see `count_merges`) says what each own micro-batch completes."""
+    def begin(self, merges: dict[int, int], *, scale: float = 1.0) -> None:
+        """Start a step in which `merges` (see `count_merges`) says what each own micro-batch completes.
+
+        Every gradient is multiplied by `scale` before anything is added to it.
+        """
+        self._scale = scale
         self._free += [flat for _, flat in self._stack]
         self._stack, self._merges = [], merges
 
@@ -78,7 +83,8 @@ class PartialSums:
 
         Args:
             leaf: the micro-batch.
-            gradients: one for each slot of the bucket, of the slot's shape; may be views that `open` returned.
+            gradients: one for each slot of the bucket, of the slot's shape; may be views that `open` returned,
+                and then are scaled already. Others may be overwritten.
 
         Returns:
             Views, one for each slot, of the buffer that now holds the sum this micro-batch went into.
@@ -92,11 +98,11 @@ class PartialSums:
         if merges == 0:
             flat = self._opened or self._take()
             self._opened = None
-            self._fill(flat, gradients)
+            self._fill(flat, gradients, self._scale)
             self._stack.append((Block(leaf, leaf + 1), flat))
             return flat.views
         block, flat = self._stack[-1]
-        self._add(flat, gradients)
+        self._add(flat, gradients, self._scale)
         self._stack[-1] = (Block(block.start, leaf + 1), flat)
         for _ in range(merges - 1):
             _, right = self._stack.pop()
@@ -128,7 +134,7 @@ class PartialSums:
         return Flat(bucket, torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=bucket.device))
 
     @staticmethod
-    def _fill(flat: Flat, gradients: Sequence[Tensor | None]) -> None:
+    def _fill(flat: Flat, gradients: Sequence[Tensor | None], scale: float) -> None:
         views, present = [], []
         for view, gradient in zip(flat.views, gradients, strict=True):
             if gradient is None:
@@ -136,11 +142,13 @@ class PartialSums:
             elif gradient is not view:
                 views.append(view)
                 present.append(gradient)
+        if present and scale != 1.0:
+            torch._foreach_mul_(present, scale)
         if present:
             torch._foreach_copy_(views, present)
 
     @staticmethod
-    def _add(flat: Flat, gradients: Sequence[Tensor | None]) -> None:
+    def _add(flat: Flat, gradients: Sequence[Tensor | None], scale: float) -> None:
         views, present = [], []
         for view, gradient in zip(flat.views, gradients, strict=True):
             if gradient is None:
@@ -148,5 +156,8 @@ class PartialSums:
             else:
                 views.append(view)
                 present.append(gradient)
+        if present and scale != 1.0:
+            # Not while adding: a fused product is rounded differently where it is subnormal.
+            torch._foreach_mul_(present, scale)
         if present:
             torch._foreach_add_(views, present)

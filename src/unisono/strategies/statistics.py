@@ -41,10 +41,12 @@ class Statistics:
         """Add one micro-batch's new values times `factor`, its weight over the reference weight."""
         for sums in self._sums:
             parts = [values[slot.index] for slot in sums.bucket.slots]
-            # Multiplied here and not while adding, where the product might be fused and rounded differently.
-            sums.absorb(
-                micro_batch, [part * factor if part is not None and factor else None for part in parts]
-            )
+            if factor == 0.0:
+                parts = [None] * len(parts)
+            elif factor != 1.0:
+                # Here and not while adding, where the product might be fused and rounded differently.
+                parts = [None if part is None else part * factor for part in parts]
+            sums.absorb(micro_batch, parts)
 
     def absorb_nothing(self, micro_batch: int) -> None:
         self.absorb(micro_batch, [None] * len(self.keeper.averaged), factor=0.0)
