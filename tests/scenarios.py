@@ -170,23 +170,23 @@ class Recomputing(nn.Module):
         return self.outputs(checkpoint(self.other, hidden, use_reentrant=False))
 
 
-def recomputing(run: unisono.Run) -> Outcome:
+def recomputing(run: unisono.Run, micro_batches: int = 3) -> Outcome:
     """Gradients that arrive several times in one backward pass; early reduction must do the step again."""
     outcomes = []
     for overlap in (True, False):
         strategy = unisono.Synchronous(bucket_bytes=64, first_bucket_bytes=64, overlap=overlap)
-        outcomes.append(train(run, Recomputing(), strategy=strategy, micro_batches=3))
+        outcomes.append(train(run, Recomputing(), strategy=strategy, micro_batches=micro_batches))
     return outcomes
 
 
-def two_backward_calls(run: unisono.Run) -> Outcome:
+def two_backward_calls(run: unisono.Run, micro_batches: int = 5) -> Outcome:
     """A loss function that calls backward itself for a part of its loss."""
 
     def loss_fn(model: nn.Module, micro_batch: Any) -> Tensor:
         cross_entropy(model, micro_batch).backward()
         return model(micro_batch[0]).square().mean()
 
-    return train(run, mlp(), loss_fn, data=Noisy(29, 6), batch_size=29)
+    return train(run, mlp(), loss_fn, data=Noisy(29, 6), batch_size=29, micro_batches=micro_batches)
 
 
 class Mixed(nn.Module):
@@ -215,7 +215,7 @@ def mixed_dtypes(run: unisono.Run) -> Outcome:
     return outcome
 
 
-def underflow(run: unisono.Run) -> Outcome:
+def underflow(run: unisono.Run, micro_batches: int = 8) -> Outcome:
     """Gradients among the subnormal numbers, where even a product with a power of two is rounded."""
 
     def loss_fn(model: nn.Module, micro_batch: Any) -> Tensor:
@@ -223,7 +223,12 @@ def underflow(run: unisono.Run) -> Outcome:
 
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**120)
-    return train(run, model, loss_fn, optimizer=optimizer, batch_size=16, micro_batches=8)
+    return train(run, model, loss_fn, optimizer=optimizer, batch_size=16, micro_batches=micro_batches)
+
+
+def two_cells(run: unisono.Run) -> Outcome:
+    """A grid of 2, where gradients are scaled as they are moved, unless they come in pieces."""
+    return [scenario(run, 2) for scenario in (underflow, recomputing, two_backward_calls)]
 
 
 class Counting(nn.Module):
@@ -352,6 +357,7 @@ SCENARIOS: dict[str, Scenario] = {
         tokens,
         empty_micro_batches,
         changing_assignment,
+        two_cells,
         recomputing,
         buffers,
         branches,
