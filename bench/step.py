@@ -196,7 +196,7 @@ def _ratio(setting: Setting, times: Times, over: str, under: str, *, at_most: fl
         f"ratio of times, 95 % in [{found.low:.3f}, {found.high:.3f}]",
         found.median,
         "",
-        None if at_most is None else f"<= {at_most}",
+        None if at_most is None else f"interval reaches {at_most}",
         # Met unless the whole interval lies on the wrong side.
         None if at_most is None else found.low <= at_most,
     )

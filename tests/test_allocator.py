@@ -4,7 +4,7 @@ from unisono.cluster.environment import sets_allocator
 
 
 def faults_of_second_step() -> tuple[int, int]:
-    """Return page faults of two equal allocations, one before and one after the process keeps its memory."""
+    """Return page faults of two equal rounds of 16 blocks, before and after the process keeps its memory."""
     import resource
 
     import torch
@@ -26,7 +26,7 @@ def faults_of_second_step() -> tuple[int, int]:
 
 def test_the_second_step_finds_its_memory_again(launch) -> None:
     ((before, after),) = launch(faults_of_second_step, 1)
-    assert after < 1000 < before
+    assert after < before / 4  # malloc may still ask the system for a block or two where its own don't fit
 
 
 def test_a_users_own_choice_of_allocator_is_left_alone() -> None:
