@@ -20,9 +20,10 @@ from torch._C._distributed_c10d import PrefixStore
 from unisono.allocator import keep_freed_memory
 from unisono.audit import Audit, AuditSettings
 from unisono.cluster.connection import Connection, connect
-from unisono.cluster.environment import Environment, detect, sets_allocator, usable_cores
+from unisono.cluster.environment import detect, sets_allocator, usable_cores
 from unisono.data.loader import Loader
 from unisono.data.plan import AssignmentPlan
+from unisono.device import choose_device, reproducible
 from unisono.errors import TransportError, UsageError
 from unisono.evaluation import evaluate
 from unisono.events import Event, Notice, Observer
@@ -84,7 +85,7 @@ def join(
     if backend is not None:
         check_backend(backend)
     environment = detect()
-    chosen = _choose_device(environment, device)
+    chosen = choose_device(environment, device)
     connection = connect(environment, step_timeout_s)
     flags = connection.flags
     return Run(
@@ -450,53 +451,6 @@ def check_assignment(assignment: str | Sequence[int], world_size: int) -> None:
         raise UsageError(
             f"assignment={list(assignment)}: expected whole numbers of at least 0, not all of them 0."
         )
-
-
-@contextmanager
-def reproducible(device: torch.device, threads_per_worker: int | None, *, strict: bool) -> Iterator[None]:
-    """Fix what gives other bits in other processes: the number of threads, and the choice of kernels.
-
-    Deterministic kernels are asked for; an operation that has none gives a warning, or an error with
-    `strict`. Accelerators keep torch's own number of host threads unless one is given.
-    """
-    threads = torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    benchmark = torch.backends.cudnn.benchmark
-    if threads_per_worker is not None or device.type == "cpu":
-        torch.set_num_threads(threads_per_worker or 1)
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
-    # Filling new memory costs a pass over it, and a model that reads memory it never wrote is wrong anyway.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = benchmark
-
-
-def _choose_device(environment: Environment, device: str | torch.device | None) -> torch.device:
-    """Return this worker's device: as asked, else an accelerator of its own if the host has enough, else CPU."""
-    if device is not None:
-        return _usable_device(device)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or environment.local_rank >= torch.accelerator.device_count():
-        return torch.device("cpu")
-    torch.accelerator.set_device_index(environment.local_rank)
-    return torch.device(accelerator.type, environment.local_rank)
-
-
-def _usable_device(device: str | torch.device) -> torch.device:
-    """Return `device`, on which something was allocated to see that it is there."""
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"device={str(device)!r} can't be used here: {reason}") from error
 
 
 def _print_notices(event: Event) -> None:
