@@ -6,6 +6,7 @@ runs differ, further runs with one worker find out why. What is concluded from t
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import tempfile
@@ -118,6 +119,7 @@ class Checker:
                 "repeats_forward": repeats_forward,
             }
             spec = script_job(self._script, self._args, world_size=world_size, flags={"audit": audit})
+            spec = dataclasses.replace(spec, folders=(folder,))
             with ForkServer(hash_seed=hash_seed) as server:
                 outcome = server.run(spec, out=io.StringIO(), err=io.StringIO(), inbox=self._inbox)
             if outcome.interrupted_by is not None:

@@ -55,8 +55,8 @@ TRAIN = """
                         time.sleep(1000)
                     subprocess.Popen(["sleep", "1000"])
                     os.kill(os.getpid(), signal.SIGKILL)
-                if variant == "vanish":
-                    os._exit(0)
+                if variant.startswith("vanish"):
+                    os._exit(int(variant.split()[1]))
                 if variant == "exit 3":
                     sys.exit(3)
                 if variant == "leave":
@@ -94,10 +94,14 @@ def test_a_killed_worker_is_noticed_whatever_its_children_hold(run_script, varia
     assert (ran.outcome.killed == 2) == (variant == "kill with children")
 
 
-def test_a_worker_that_vanishes_with_code_0_is_a_failure(run_script):
-    ran = run_script(TRAIN, 4, "vanish")
-    assert ran.outcome.exit_code == 1
-    assert "worker 2 failed at step 3: ended with exit code 0 in the middle of the run" in ran.last_words
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(0, "ended with exit code 0 in the middle of the run"), (7, "exited with code 7, without a word")],
+)
+def test_a_worker_that_vanishes_is_a_failure_at_the_step_where_others_wait(run_script, code, words):
+    ran = run_script(TRAIN, 4, f"vanish {code}")
+    assert ran.outcome.exit_code == (code or 1)
+    assert f"worker 2 failed at step 3: {words}" in ran.last_words
     assert ran.seconds < LIMIT_S
 
 

@@ -69,6 +69,11 @@ def test_what_explains_most_wins_over_what_came_first():
     assert [choose_primary(failures[: n + 1]).rank for n in range(4)] == [0, 2, 1, 2]
 
 
+def test_nobody_knows_better_where_a_killed_worker_was():
+    failure = choose_primary([Failure(0, 2, Kind.KILLED, "killed by signal 9")])
+    assert describe_failure(failure) == "worker 0 failed: killed by signal 9; last heard of at step 2"
+
+
 def test_among_equals_the_first_wins():
     failures = [Failure(2, 3, Kind.RAISED, "a"), Failure(0, 3, Kind.RAISED, "b")]
     assert choose_primary(failures).rank == 2

@@ -106,7 +106,7 @@ def test_the_failing_workers_exit_code_is_the_jobs():
     job = make_job()
     end(job, 1, 7)
     assert job.exit_code == 7
-    assert job.failure.summary == "exited with code 7"
+    assert job.failure.summary == "exited with code 7, without a word; last heard of at step 3"
 
 
 def test_ending_with_0_in_the_middle_of_the_run_is_a_failure():

@@ -52,9 +52,9 @@ class Job:
         script, ready = folder / "train.py", folder / "ready"
         script.write_text(textwrap.dedent(SCRIPT))
         self.stderr = (folder / "stderr").open("w")
-        command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--output-dir", str(folder / "logs")]
+        command = [sys.executable, "-m", "unisono", "run", "-n", "2", str(script), str(ready)]
         self.launcher = subprocess.Popen(
-            [*command, str(script), str(ready)],
+            command,
             start_new_session=True,
             stderr=self.stderr,
             env=os.environ | {"TMPDIR": str(folder)},
@@ -121,13 +121,18 @@ def sockets(pid):
 @pytest.mark.parametrize(
     ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
 )
-def test_a_signal_ends_everything(job, number, exit_code):
+def test_a_signal_to_the_whole_group_ends_everything(job, number, exit_code):
     assert addresses_listened_on(job) <= {LOOPBACK}
-    # Ctrl-C and a hang-up reach the whole group, as from a terminal; SIGTERM reaches the launcher.
-    if number == signal.SIGTERM:
-        job.launcher.send_signal(number)
-    else:
-        os.killpg(job.launcher.pid, number)
+    os.killpg(job.launcher.pid, number)  # as from a terminal, a batch system or timeout(1)
+    check_stopped(job, number, exit_code)
+
+
+def test_sigterm_to_the_launcher_ends_everything(job):
+    job.launcher.send_signal(signal.SIGTERM)
+    check_stopped(job, signal.SIGTERM, 143)
+
+
+def check_stopped(job, number, exit_code):
     assert job.wait() == (exit_code, f"unisono: stopped by {signal.Signals(number).name}\n")
     assert job.survivors() == []
 
@@ -144,6 +149,7 @@ def test_killing_the_launcher_ends_everything(job):
     job.launcher.kill()
     job.launcher.wait()
     wait_until(lambda: job.survivors() == [], seconds=LIMIT_S)
+    assert list(job.folder.glob("unisono-*")) == []
 
 
 def test_killing_launcher_and_fork_server_ends_the_workers(job):

@@ -57,13 +57,19 @@ def describe_exception(error: BaseException, *, rank: int, step: int) -> Failure
 def choose_primary(failures: Sequence[Failure]) -> Failure:
     """Return the failure to show: the one that explains most; among equals the first that was reported.
 
-    A worker that was killed could not say at which step; those that waited for it could.
+    A worker that was killed could not say at which step; those that waited for it could. Without them there is
+    only where it was last heard of, up to a second before.
     """
     primary = min(failures, key=lambda failure: failure.kind)
     if primary.kind != Kind.KILLED:
         return primary
-    waited_at = (failure.step for failure in failures if failure.kind == Kind.CONSEQUENCE)
-    return msgspec.structs.replace(primary, step=max(primary.step, *waited_at, -1))
+    waited_at = [failure.step for failure in failures if failure.kind == Kind.CONSEQUENCE]
+    if waited_at:
+        return msgspec.structs.replace(primary, step=max(primary.step, *waited_at))
+    if primary.step < 0:
+        return primary
+    summary = f"{primary.summary}; last heard of at step {primary.step}"
+    return msgspec.structs.replace(primary, step=-1, summary=summary)
 
 
 def describe_failure(failure: Failure) -> str:

@@ -3,7 +3,8 @@
 Run as ``python -m unisono.cluster.forkserver FD PARENT_PID MODULE...``; `FD` is its socket to the launcher.
 It has one thread and computes nothing, so that forking it is safe and quick. It owns the workers' lives: who
 ended and how is known from `waitpid`, whatever a worker's own children hold open. When the launcher ends, for
-whatever reason, so do the workers and then this process.
+whatever reason, so do the workers and then this process; of a launcher that was killed it also removes the
+temporary folders.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import importlib
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -32,7 +34,7 @@ from unisono.cluster.messages import (
     ToServer,
     encode,
 )
-from unisono.cluster.process import adopt_orphans, kill_orphans, python_command
+from unisono.cluster.process import GROUP_SIGNALS, adopt_orphans, kill_orphans, python_command
 
 NUM_DESCRIPTORS = 4
 _MESSAGE_BYTES = 4096
@@ -53,6 +55,7 @@ class ForkServer:
         self._parent_pid = parent_pid
         self._decoder = msgspec.msgpack.Decoder(ToServer)
         self._ranks: dict[int, int] = {}  # of living workers, by process id
+        self._folders: set[str] = set()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -81,7 +84,8 @@ class ForkServer:
         if not data:
             return False
         match self._decoder.decode(data):
-            case Start(rank=rank, fresh=fresh):
+            case Start(rank=rank, fresh=fresh, folders=folders):
+                self._folders.update(folders)
                 self._start(rank, descriptors, fresh=fresh)
             case Signal(rank=rank, signal=number):
                 self._signal(number, rank=rank)
@@ -104,7 +108,8 @@ class ForkServer:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             self._sock.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
@@ -148,6 +153,9 @@ class ForkServer:
             self._reap()
         self._ranks.clear()
         kill_orphans()
+        if os.getppid() != self._parent_pid:  # nobody else is left who would
+            for folder in self._folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _tell(self, message: FromServer) -> None:
         with contextlib.suppress(OSError):  # a launcher that is gone is noticed by `serve`
@@ -166,7 +174,7 @@ def _spawn(descriptors: list[int], *, server_pid: int) -> None:
 def main(arguments: list[str]) -> None:
     """Run the fork server."""
     descriptor, parent_pid, *modules = arguments
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in GROUP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the launcher decides what they mean
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # it kept them from us until now
     adopt_orphans()

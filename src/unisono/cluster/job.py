@@ -100,6 +100,8 @@ class Job:
 
     def interrupt(self, number: int, *, now: float) -> list[Action]:
         """Someone sent the launcher a signal. If the job is ending already, that is the end at once."""
+        if self.state is State.GATHERING and all(f.exit_code == 128 + signal.SIGTERM for f in self._failures):
+            self.state, self._failures = State.RUNNING, []  # the signal reached the workers, too, and first
         if self.state in (State.STOPPING, State.GATHERING):
             return self._kill()
         if self.state is not State.RUNNING:
@@ -156,7 +158,8 @@ def exit_failure(rank: int, code: int, *, step: int, joined: bool) -> Failure | 
         summary = f"killed by signal {-code} ({_signal_name(-code)})"
         return Failure(rank, step, Kind.KILLED, summary, exit_code=128 - code)
     if code > 0:
-        return Failure(rank, step, Kind.EXITED, f"exited with code {code}", exit_code=code)
+        # Whoever raises SystemExit says so before.
+        return Failure(rank, step, Kind.KILLED, f"exited with code {code}, without a word", exit_code=code)
     if joined:
         summary = "ended with exit code 0 in the middle of the run, without leaving it (os._exit?)"
         return Failure(rank, step, Kind.KILLED, summary)

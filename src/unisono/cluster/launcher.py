@@ -252,7 +252,8 @@ class Launcher:
         task, their_task = socket.socketpair()
         with their_control, their_task, self._outputs.descriptors(rank) as standard:
             descriptors = (their_control.fileno(), their_task.fileno(), *standard)
-            self._spawner.start(rank, descriptors, fresh=self._spec.fresh)
+            folders = (*self._spec.folders, *self._outputs.temporary_folders)
+            self._spawner.start(rank, descriptors, fresh=self._spec.fresh, folders=folders)
         worker = _Worker(Channel(control), Channel(task, limit_bytes=RESULT_LIMIT_BYTES))
         self._workers[rank] = worker
         worker.task.send(self._task(rank))

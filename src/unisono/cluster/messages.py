@@ -195,10 +195,14 @@ FromProcess = Raised | Returned
 
 
 class Start(Message, frozen=True):
-    """Start a worker; carries descriptors: control channel, task channel, standard output, standard error."""
+    """Start a worker; carries descriptors: control channel, task channel, standard output, standard error.
+
+    `folders` are temporary ones, to be removed if the launcher is killed.
+    """
 
     rank: int
     fresh: bool
+    folders: tuple[str, ...] = ()
 
 
 class Signal(Message, frozen=True):

@@ -96,6 +96,12 @@ class Outputs:
         return list(self._pipes)
 
     @property
+    def temporary_folders(self) -> list[str]:
+        """Folders of our own in which output is kept until the job has ended."""
+        ours = self._directory is not None and self._plan.directory is None
+        return [str(self._directory)] if ours else []
+
+    @property
     def logs(self) -> list[Path]:
         """Files in which output was kept."""
         return [path for path in self._files if path.exists()]

@@ -16,6 +16,9 @@ import weakref
 from collections.abc import Collection
 from pathlib import Path
 
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+"""What a terminal or a batch system sends to a job's whole process group; only the launcher acts on it."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -13,7 +13,7 @@ import msgspec
 
 from unisono.cluster.environment import variables
 from unisono.cluster.messages import FromServer, Message, Ready, Signal, Start, Sweep, encode
-from unisono.cluster.process import python_command
+from unisono.cluster.process import GROUP_SIGNALS, python_command
 
 PRELOAD = ("torch", "torch._dynamo", "torch.utils.data", "unisono.run")
 """What every training script imports: the first optimizer imports torch._dynamo, for seconds."""
@@ -47,9 +47,14 @@ class Spawner:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def start(self, rank: int, descriptors: Sequence[int], *, fresh: bool) -> None:
-        """Ask for a worker that gets `descriptors`: control, task, stdout, stderr."""
-        self._send(Start(rank, fresh), descriptors)
+    def start(
+        self, rank: int, descriptors: Sequence[int], *, fresh: bool, folders: Sequence[str] = ()
+    ) -> None:
+        """Ask for a worker that gets `descriptors`: control, task, stdout, stderr.
+
+        `folders` are temporary ones that the server removes if this process is killed.
+        """
+        self._send(Start(rank, fresh, tuple(folders)), descriptors)
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a worker; nothing happens if it has ended."""
@@ -100,8 +105,8 @@ class Spawner:
 
 @contextlib.contextmanager
 def _blocked() -> Iterator[None]:
-    """Keep the signals of a terminal from a new process until it has decided to ignore them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+    """Keep the signals of a process group from a new process until it has decided to ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
         yield
     finally:

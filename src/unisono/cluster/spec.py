@@ -29,6 +29,7 @@ class JobSpec:
         grace_s: time between asking a worker to end and killing it.
         flags: settings of the command line that the script gets through its connection.
         output: where the workers' output goes.
+        folders: temporary ones that nobody needs once the job is over; removed if the launcher is killed.
         run_id: name of the run.
     """
 
@@ -43,6 +44,7 @@ class JobSpec:
     grace_s: float = 5.0
     flags: Mapping[str, Any] = field(default_factory=dict)
     output: OutputPlan = field(default_factory=OutputPlan)
+    folders: Sequence[str] = ()
     run_id: str = field(default_factory=lambda: secrets.token_hex(4))
 
 
