@@ -48,7 +48,7 @@ def share(
 ) -> list[nn.Module]:
     def work(transport: Transport) -> nn.Module:
         model, optimizer = build(transport.rank)
-        share_initial_state(model, optimizer, transport, device=CPU)
+        share_initial_state(model, [optimizer], transport, device=CPU)
         return model
 
     return ThreadWorld(world_size).run(work)
@@ -168,7 +168,7 @@ def test_workers_that_built_something_else_are_told_the_first_difference_on_ever
     def work(transport: Transport) -> None:
         model, optimizer = build(transport.rank)
         with pytest.raises(MismatchError, match=words) as caught:
-            share_initial_state(model, optimizer, transport, device=CPU)
+            share_initial_state(model, [optimizer], transport, device=CPU)
         messages.append(str(caught.value))
 
     ThreadWorld(3).run(work)
@@ -178,7 +178,7 @@ def test_workers_that_built_something_else_are_told_the_first_difference_on_ever
 
 def test_the_description_has_a_line_for_everything_that_must_be_equal() -> None:
     model = nn.BatchNorm1d(2)
-    lines = describe(model, sgd(model, weight_decay=0.5))
+    lines = describe(model, [sgd(model, weight_decay=0.5)])
     assert lines[0] == "parameter 'weight' is torch.float32 [2]"
     assert lines[2:5] == [
         "buffer 'running_mean' is torch.float32 [2]",
@@ -201,7 +201,7 @@ def test_the_description_has_a_line_for_everything_that_must_be_equal() -> None:
 def test_parameters_without_memory_are_refused(build: Callable[[], nn.Module], words: str) -> None:
     model = build()
     with pytest.raises(UsageError, match=words):
-        share_initial_state(model, sgd(model), LocalTransport(), device=CPU)
+        share_initial_state(model, [sgd(model)], LocalTransport(), device=CPU)
 
 
 def test_parameters_on_another_device_are_refused() -> None:
@@ -209,7 +209,7 @@ def test_parameters_on_another_device_are_refused() -> None:
     with pytest.raises(
         UsageError, match=r"'weight' is on cpu, this worker's device is cuda:0.*model.to\(run.device\)"
     ):
-        share_initial_state(model, sgd(model), LocalTransport(), device=torch.device("cuda", 0))
+        share_initial_state(model, [sgd(model)], LocalTransport(), device=torch.device("cuda", 0))
 
 
 def test_tensors_that_overlap_in_memory_are_found() -> None:
@@ -230,7 +230,7 @@ def test_settings_of_the_run_must_be_the_same() -> None:
     def work(transport: Transport) -> None:
         model = nn.Linear(2, 2)
         settings = [f"the run's seed is {transport.rank}"]
-        share_initial_state(model, sgd(model), transport, device=CPU, settings=settings)
+        share_initial_state(model, [sgd(model)], transport, device=CPU, settings=settings)
 
     with pytest.raises(MismatchError, match="on rank 0 the run's seed is 0; on rank 1 the run's seed is 1"):
         ThreadWorld(2).run(work)

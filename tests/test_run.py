@@ -142,12 +142,13 @@ def test_the_gradient_may_be_changed_before_the_update(run: unisono.Run) -> None
     assert replica.model.w.item() == 3.0
 
 
-def test_the_last_of_two_backward_calls_counts(run: unisono.Run) -> None:
+def test_several_backward_calls_average_over_all_their_samples(run: unisono.Run) -> None:
     replica = line(run)
     replica.backward(some_batch(100.0), line_loss)
     replica.backward(some_batch(), line_loss)
+    assert replica.model.w.grad.item() == pytest.approx(-106 / 3)
     replica.update()
-    assert replica.model.w.item() == 3.0
+    assert replica.model.w.item() == pytest.approx(106 / 3)
 
 
 def test_an_update_without_a_gradient_is_refused(run: unisono.Run) -> None:
@@ -159,7 +160,7 @@ def test_an_update_without_a_gradient_is_refused(run: unisono.Run) -> None:
         replica.update()
 
 
-def test_a_failed_backward_leaves_nothing_to_update(run: unisono.Run) -> None:
+def test_a_failed_backward_counts_as_nothing_once_it_is_given_up(run: unisono.Run) -> None:
     def fail(model: nn.Module, targets: Tensor) -> Tensor:
         raise MemoryError
 
@@ -167,10 +168,12 @@ def test_a_failed_backward_leaves_nothing_to_update(run: unisono.Run) -> None:
     replica.backward(some_batch(), line_loss)
     with pytest.raises(MemoryError):
         replica.backward(some_batch(), fail)
-    with pytest.raises(UsageError):
-        replica.update()
-    replica.step(some_batch(), line_loss)
-    assert replica.model.w.item() == 3.0
+    for go_on in (replica.update, lambda: replica.step(some_batch(), line_loss)):
+        with pytest.raises(UsageError, match=r"step 0 failed on this worker with MemoryError.*replica.skip"):
+            go_on()
+    replica.skip()
+    replica.update()
+    assert (replica.model.w.item(), replica.num_steps, replica.skipped) == (3.0, 1, False)
 
 
 def test_observers_are_told_each_finished_step() -> None:

@@ -18,19 +18,21 @@ class Notice:
 
 @dataclass(frozen=True)
 class StepFinished:
-    """A global step was applied.
+    """A global step was done.
 
     Args:
         replica: number of the replica, in the order of `Run.replicate` calls.
         step: number of the step, from 0.
         loss: the mean loss of the global batch, weighted like the gradient.
         weight: the total weight of the global batch (samples, or what the loss function returned).
+        skipped: why it was not applied, in words; None if it was.
     """
 
     replica: int
     step: int
     loss: float
     weight: float
+    skipped: str | None = None
 
 
 Event = Notice | StepFinished

@@ -14,7 +14,7 @@ from unisono.collectives.execute import execute
 from unisono.collectives.gather import gather_bytes, gather_rows
 from unisono.errors import MismatchError, UsageError
 from unisono.fingerprints import digest_of
-from unisono.gradients.parameters import named_parameters
+from unisono.gradients.parameters import Optimizers, named_parameters
 from unisono.transport.base import Transport
 
 CHUNK_BYTES = 64 * 2**20
@@ -22,13 +22,13 @@ CHUNK_BYTES = 64 * 2**20
 
 def share_initial_state(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     transport: Transport,
     *,
     device: torch.device,
     settings: Sequence[str] = (),
 ) -> None:
-    """Give every worker rank 0's parameters, the optimizer's own too, and buffers, non-persistent ones too.
+    """Give every worker rank 0's parameters, the optimizers' own too, and buffers, non-persistent ones too.
 
     *Collective: every rank calls this, in the same order.* Sends a few large messages, not one a parameter.
 
@@ -39,11 +39,11 @@ def share_initial_state(
         UsageError: a parameter is on another device than the run, or has no shape or memory yet.
         MismatchError: workers built different models or optimizers; names the first difference.
     """
-    _check_usable(model, optimizer, device)
-    check_same([*settings, *describe(model, optimizer)], transport)
+    _check_usable(model, optimizers, device)
+    check_same([*settings, *describe(model, optimizers)], transport)
     if transport.world_size == 1:
         return
-    named = [*named_parameters(model, optimizer), *model.named_buffers()]
+    named = [*named_parameters(model, optimizers), *model.named_buffers()]
     for chunk in _chunks([tensor for _, tensor in named]):
         _broadcast(chunk, transport)
     digest = int.from_bytes(digest_of(named).digest()[:8], "little") >> 1
@@ -54,9 +54,9 @@ def share_initial_state(
         )
 
 
-def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def describe(model: nn.Module, optimizers: Optimizers) -> list[str]:
     """Return what must be equal on all workers, a line each, in order."""
-    parameters = list(named_parameters(model, optimizer))
+    parameters = list(named_parameters(model, optimizers))
     names = {id(parameter): name for name, parameter in parameters}
     lines = []
     for kind, named in (("parameter", parameters), ("buffer", model.named_buffers())):
@@ -64,8 +64,9 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
             frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
             layout = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
             lines.append(f"{kind} {name!r} is {tensor.dtype} {list(tensor.shape)}{layout}{frozen}")
-    lines.append(f"the optimizer is {type(optimizer).__name__}")
-    for number, group in enumerate(optimizer.param_groups):
+    kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    lines.append(f"the optimizer is {kinds or 'none'}")
+    for number, group in enumerate(group for optimizer in optimizers for group in optimizer.param_groups):
         settings = ", ".join(
             f"{key}={value.item() if isinstance(value, Tensor) and value.numel() == 1 else value}"
             for key, value in sorted(group.items())
@@ -105,8 +106,8 @@ def _ranks_that_differ(digest: int, transport: Transport) -> list[int]:
     return [rank for rank, other in enumerate(digests) if other != digests[0]]
 
 
-def _check_usable(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for name, parameter in named_parameters(model, optimizer):
+def _check_usable(model: nn.Module, optimizers: Optimizers, device: torch.device) -> None:
+    for name, parameter in named_parameters(model, optimizers):
         if is_lazy(parameter):
             raise UsageError(
                 f"parameter {name!r} has no shape yet: run the model on one sample before run.replicate."

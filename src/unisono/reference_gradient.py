@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from unisono.collectives.announce import Announcer
 from unisono.randomness import derive, keyed
 from unisono.strategies import Synchronous
 from unisono.strategies.base import GlobalBatch, LossFunction, ReplicaContext
@@ -34,7 +35,6 @@ class _Silent:
 
 def compare_with_float64(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
     batch: GlobalBatch,
     loss_fn: LossFunction,
     *,
@@ -70,11 +70,13 @@ def compare_with_float64(
 
 def _engine_gradients(model: nn.Module, batch: GlobalBatch, loss_fn: LossFunction, *, seed: int) -> Gradients:
     device = next(model.parameters()).device
+    transport = LocalTransport(device=device)
     context = ReplicaContext(
         number=0,
         model=model,
         parameters=lambda: [item for item in model.named_parameters() if item[1].requires_grad],
-        transport=LocalTransport(device=device),
+        transport=transport,
+        announcer=Announcer(transport),
         operations=_Silent(),
         device=device,
         seed=seed,

@@ -1,18 +1,25 @@
-"""One model and its optimizer, trained by all workers together."""
+"""One model and its optimizers, trained by all workers together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from unisono.collectives.announce import Announcer
 from unisono.errors import UsageError
-from unisono.events import Event, StepFinished
-from unisono.gradients.clipping import clip_by_norm
+from unisono.events import Event, Notice, StepFinished
+from unisono.gradients.accumulation import Window
+from unisono.gradients.clipping import clip_by_norm, clip_by_value
 from unisono.gradients.parameters import TrainedParameters, outside_parameters
+from unisono.loss_scale import LossScale, are_finite
 from unisono.strategies.base import (
+    Embed,
     GlobalBatch,
     LossFunction,
     Operations,
@@ -22,6 +29,8 @@ from unisono.strategies.base import (
 )
 from unisono.transport.base import Transport
 
+ClipNorm = float | Sequence[float | None] | None
+
 
 class Replica:
     """A model that every worker holds a copy of; made by `Run.replicate`.
@@ -29,113 +38,183 @@ class Replica:
     `step` is `backward`, `clip` and `update`, for a loop that needs something in between.
 
     Attributes:
-        model, optimizer: as given.
-        num_steps: how many global steps were done.
-        clip_norm: the largest norm of the gradient in `step`; None doesn't clip.
+        model: as given.
+        num_steps: how many global steps were done, skipped ones included.
+        num_skipped: how many of them were skipped.
+        skipped: whether the last one was.
+        clip_norm: the largest norm of the gradient in `step`, or one for each group of the optimizers; None
+            doesn't clip.
+        clip_value: the largest magnitude of an element of the gradient in `step`; None doesn't clip.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         *,
         number: int,
         strategy: Strategy,
-        clip_norm: float | None,
+        clip_norm: ClipNorm,
+        clip_value: float | None,
+        scaler: torch.amp.GradScaler | None,
         transport: Transport,
+        announcer: Announcer,
         operations: Operations,
         emit: Callable[[Event], None],
         before_step: Callable[[Replica, GlobalBatch, LossFunction], LossFunction],
         device: torch.device,
         seed: int,
     ) -> None:
-        if clip_norm is not None and not clip_norm > 0:
-            raise UsageError(f"clip_norm={clip_norm}: expected a positive number, or None.")
         self.model = model
-        self.optimizer = optimizer
-        self.num_steps = 0
-        self.clip_norm = clip_norm
         self.number = number
+        self.num_steps = 0
+        self.num_skipped = 0
+        self.skipped = False
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.clip_value = clip_value
+        _check_clipping(clip_norm, clip_value, num_groups=len(list(self._groups())))
         self._operations = operations
         self._emit = emit
         self._before_step = before_step
-        self._pending: StepResult | None = None
-        self._parameters = TrainedParameters(model, optimizer)
+        self._num_batches = 0
+        self._window: Window | None = None
+        self._norm_is_finite = True
+        self._failure: Exception | None = None
+        self._in_step = False
+        self._scale = LossScale(scaler, device)
+        self._parameters = TrainedParameters(
+            model, lambda: self.optimizers, lambda message: emit(Notice(message))
+        )
         self._engine = strategy.bind(
             ReplicaContext(
                 number=number,
                 model=model,
                 parameters=self._parameters,
                 transport=transport,
+                announcer=announcer,
                 operations=operations,
                 device=device,
                 seed=seed,
             )
         )
 
-    def step(self, batch: GlobalBatch, loss_fn: LossFunction) -> float:
+    @property
+    def optimizer(self) -> Any:
+        """What updates the parameters: an optimizer, several of them, or None. May be replaced between steps."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self.optimizers = as_optimizers(optimizer)
+        self._optimizer = optimizer
+
+    def step(self, batch: GlobalBatch, loss_fn: LossFunction, *, embed: Embed | None = None) -> float:
         """Train on one global batch; return its mean loss, the same on every worker.
 
-        *Collective: every rank calls this, in the same order.*
+        *Collective: every rank calls this, in the same order.* A step is skipped on all workers alike if a loss
+        is not finite, `skip` was called on one of them, or the total weight is 0.
 
         Args:
-            batch: from `Run.load`.
+            batch: from `Run.load` or `Run.batch`.
             loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over the micro-batch, or a pair
                 ``(mean loss, weight)`` where the mean is over something else than samples, such as tokens.
+            embed: for a loss over the whole global batch: ``embed(model, micro_batch)`` returns one row for each
+                sample, or a tuple of such tensors, and ``loss_fn(rows)`` the mean loss of all rows of the global
+                batch, in its order. Costs a second forward pass.
 
         Returns:
-            The mean loss of the global batch, weighted like the gradient. nan, and nothing is applied, if
-            the total weight is 0.
+            The mean loss of the global batch, weighted like the gradient; nan, and nothing is applied, if the
+            step was skipped.
         """
-        result = self.backward(batch, loss_fn)
-        if self.clip_norm is not None and result.weight:
-            self.clip(self.clip_norm)
+        if self._closure_optimizer() is not None:
+            return self._step_with_closure(batch, loss_fn, embed)
+        result = self._backward(batch, loss_fn, embed, in_step=True)
+        self._clip()
         self.update()
         return result.loss
 
-    def backward(self, batch: GlobalBatch, loss_fn: LossFunction) -> StepResult:
-        """Leave the gradient of the global batch's mean loss in every parameter's ``.grad``. *Collective.*"""
-        self._pending = None
-        loss_fn = self._before_step(self, batch, loss_fn)
-        result = self._engine.backward(batch, loss_fn, step=self.num_steps)
-        self._pending = result
-        return result
+    def backward(
+        self, batch: GlobalBatch, loss_fn: LossFunction, *, embed: Embed | None = None
+    ) -> StepResult:
+        """Leave the gradient of the global batch's mean loss in every parameter's ``.grad``. *Collective.*
 
-    def clip(self, max_norm: float) -> float:
+        Called several times before `update`, ``.grad`` is the mean over all these batches, by weight; one that
+        is skipped counts as nothing. Arguments as in `step`.
+        """
+        return self._backward(batch, loss_fn, embed, in_step=False)
+
+    def clip(self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> float:
         """Scale the gradient so that its norm is at most `max_norm`; return the norm it had.
 
-        The norm is that of all parameters together, the same bits on every worker.
+        The norm is that of `parameters` together, by default all that are trained, the same bits on every worker.
+        If it isn't finite nothing is scaled, and `update` skips the step.
         """
-        gradients = [p.grad for _, p in self._parameters() if p.grad is not None]
-        return clip_by_norm(gradients, max_norm)
+        chosen = [p for _, p in self._parameters()] if parameters is None else list(parameters)
+        norm = clip_by_norm([p.grad for p in chosen if p.grad is not None], max_norm)
+        self._norm_is_finite = self._norm_is_finite and math.isfinite(norm)
+        return norm
+
+    def clip_by_value(self, limit: float) -> None:
+        """Limit every element of the gradient to `limit` in magnitude."""
+        clip_by_value([p.grad for _, p in self._parameters() if p.grad is not None], limit)
 
     def update(self) -> None:
-        """Let the optimizer apply the gradient. Does nothing but count if the step had no weight.
+        """Let the optimizers apply the gradient. Does nothing but count if the step is skipped.
 
         Raises:
             UsageError: there is no gradient to apply: `backward` was not called since the last update.
         """
-        result = self._pending
-        if result is None:
+        self._check_not_failed()
+        if self._closure_optimizer() is not None:
+            raise UsageError(
+                f"{type(self._closure_optimizer()).__name__} computes the gradient several times in a step: call "
+                f"replica.step(batch, loss_fn), which lets it."
+            )
+        if self._window is None:
             raise UsageError(
                 f"step {self.num_steps}: update() without a gradient; call backward(batch, loss_fn) first."
             )
-        self._pending = None
-        if result.weight:
-            self._operations.enter("update", self.num_steps, waits=False)
-            self.optimizer.step()
-            self._operations.leave()
-        self.num_steps += 1
-        self._emit(StepFinished(self.number, self.num_steps - 1, loss=result.loss, weight=result.weight))
+        window, self._window = self._window, None
+        skipped = self._reason_to_skip(window)
+        if skipped is None:
+            self._apply()
+        self._finish(window, skipped)
+
+    def skip(self) -> None:
+        """Give up the current step, on all workers.
+
+        Within a loss function, which may then return None, or after an error of `step` or `backward` that the
+        script catches on this worker, such as running out of memory: the other workers wait for this call.
+        """
+        if self._failure is None:
+            self._engine.skip()
+            return
+        if self._window is None:
+            raise UsageError(
+                f"step {self.num_steps} failed with {self._failure!r} within an optimizer that computes the gradient "
+                f"several times in a step: it can't be skipped."
+            )
+        result = self._engine.abandon()
+        self._failure = None
+        window = self._window
+        self._take(window, result)
+        self._num_batches += 1
+        if self._in_step:
+            self._window = None
+            self._finish(window, self._reason_to_skip(window))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer, parameters that only it knows, count of steps and what the strategy keeps."""
-        outside = outside_parameters(self.model, self.optimizer)
+        """Return model, optimizers, parameters that only they know, counts and what the strategy keeps."""
+        outside = outside_parameters(self.model, self.optimizers)
         return {
             "model": self.model.state_dict(),
             "outside": {name: parameter.detach() for name, parameter in outside},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self._scale.state_dict(),
             "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+            "num_batches": self._num_batches,
             "strategy": self._engine.state_dict(),
         }
 
@@ -143,22 +222,204 @@ class Replica:
         """Take over a state, written at any world size.
 
         Raises:
-            UsageError: the optimizer has other parameters besides the model's than when the state was taken.
+            UsageError: the optimizers are others, or have other parameters besides the model's, than when the
+                state was taken.
         """
-        outside = dict(outside_parameters(self.model, self.optimizer))
-        if outside.keys() != state["outside"].keys():
+        outside = dict(outside_parameters(self.model, self.optimizers))
+        if outside.keys() != state["outside"].keys() or len(self.optimizers) != len(state["optimizers"]):
             raise UsageError(
-                f"replica {self.number}: the state has {sorted(state['outside'])} besides the model's parameters, "
-                f"this optimizer {sorted(outside)}: build the optimizer as it was before loading."
+                f"replica {self.number}: the state has {len(state['optimizers'])} optimizers and "
+                f"{sorted(state['outside'])} besides the model's parameters, this replica {len(self.optimizers)} and "
+                f"{sorted(outside)}: build the optimizers as they were before loading."
             )
         with torch.no_grad():
             for name, parameter in outside.items():
                 parameter.copy_(state["outside"][name])
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.num_steps = state["num_steps"]
+        for optimizer, part in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(part)
+        self._scale.load_state_dict(state["scaler"])
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+        self._num_batches = state["num_batches"]
         self._engine.load_state_dict(state["strategy"])
 
     def close(self) -> None:
         """Take everything off the model that was put on it."""
         self._engine.close()
+
+    # --- one global batch
+
+    def _backward(
+        self, batch: GlobalBatch, loss_fn: LossFunction, embed: Embed | None, *, in_step: bool
+    ) -> StepResult:
+        self._check_not_failed()
+        self._in_step = in_step
+        window = self._window = Window() if self._window is None else self._window
+        result = self._evaluate(batch, loss_fn, embed, window)
+        self._num_batches += 1
+        return result
+
+    def _evaluate(
+        self, batch: GlobalBatch, loss_fn: LossFunction, embed: Embed | None, window: Window
+    ) -> StepResult:
+        """Compute one batch's gradient and take it into `window`. *Collective.*"""
+        if embed is None:
+            loss_fn = self._before_step(self, batch, loss_fn)
+        self._norm_is_finite = True
+        if window.weight:
+            window.hold(self._trained())
+        with self._others_untouched():
+            try:
+                result = self._engine.backward(
+                    batch, loss_fn, step=self._num_batches, loss_scale=self._scale.value, embed=embed
+                )
+            except Exception as error:
+                if self._engine.has_failed:
+                    self._failure = error
+                else:
+                    window.release()
+                raise
+        self._take(window, result)
+        return result
+
+    def _take(self, window: Window, result: StepResult) -> None:
+        window.is_finite = window.is_finite and result.is_finite
+        if result.skipped is None:
+            window.add(self._trained() if window.weight else (), loss=result.loss, weight=result.weight)
+        else:
+            window.skipped = result.skipped
+            window.release()
+            self._emit(Notice(f"step {self.num_steps}: a global batch was skipped: {result.skipped}"))
+
+    @contextmanager
+    def _others_untouched(self) -> Iterator[None]:
+        """Leave gradients alone that are not this replica's: those of another one of the same model."""
+        self._parameters()
+        others = [(parameter, parameter.grad) for parameter in self._parameters.untrained]
+        for parameter, _ in others:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in others:
+                parameter.grad = gradient
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self._parameters()]
+
+    # --- one update
+
+    def _clip(self) -> None:
+        """Clip as `clip_norm` and `clip_value` say."""
+        if self._window is not None and not self._window.weight:
+            return
+        if isinstance(self.clip_norm, Sequence):
+            for limit, group in zip(self.clip_norm, self._groups(), strict=True):
+                if limit is not None:
+                    self.clip(limit, group["params"])
+        elif self.clip_norm is not None:
+            self.clip(self.clip_norm)
+        if self.clip_value is not None:
+            self.clip_by_value(self.clip_value)
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self.optimizers:
+            yield from optimizer.param_groups
+
+    def _reason_to_skip(self, window: Window) -> str | None:
+        if not window.weight:
+            return window.skipped
+        if self._scale.is_active and not are_finite(p.grad for p in self._trained() if p.grad is not None):
+            window.is_finite = False
+            return f"the gradient is not finite at a loss scale of {self._scale.value:g}"
+        return None if self._norm_is_finite else "the norm of the gradient is not finite"
+
+    def _apply(self) -> None:
+        self._operations.enter("update", self.num_steps, waits=False)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._operations.leave()
+
+    def _finish(self, window: Window, skipped: str | None) -> None:
+        if window.weight and skipped is not None:
+            self._emit(Notice(f"step {self.num_steps}: the update was skipped: {skipped}"))
+        self._scale.update(is_finite=window.is_finite)
+        self.skipped = skipped is not None
+        self.num_skipped += self.skipped
+        self.num_steps += 1
+        self._emit(
+            StepFinished(
+                self.number, self.num_steps - 1, loss=window.loss, weight=window.weight, skipped=skipped
+            )
+        )
+
+    def _closure_optimizer(self) -> torch.optim.Optimizer | None:
+        return next(filter(needs_closure, self.optimizers), None)
+
+    def _step_with_closure(self, batch: GlobalBatch, loss_fn: LossFunction, embed: Embed | None) -> float:
+        """One step of an optimizer that computes loss and gradient as often as it likes. *Collective.*"""
+        self._check_not_failed()
+        windows: list[Window] = []
+
+        def closure() -> float:
+            self._window = None
+            window = Window()
+            self._evaluate(batch, loss_fn, embed, window)
+            windows.append(window)
+            if window.weight:
+                self._clip()
+            return window.loss
+
+        (optimizer,) = self.optimizers
+        optimizer.step(closure)
+        self._num_batches += 1
+        first = windows[0]
+        self._finish(first, first.skipped)
+        return first.loss
+
+    def _check_not_failed(self) -> None:
+        if self._failure is not None:
+            raise UsageError(
+                f"step {self.num_steps} failed on this worker with {self._failure!r}, and the others wait for "
+                f"it: call replica.skip() where that error is caught, so that all skip the step."
+            ) from self._failure
+
+
+def as_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that a user gave: one, several or none.
+
+    Raises:
+        UsageError: it is something else, or one that computes the gradient itself is not alone.
+    """
+    if optimizer is None:
+        return ()
+    optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise UsageError(
+                f"{type(each).__name__} is no torch.optim.Optimizer: expected one, several or None."
+            )
+        if needs_closure(each) and len(optimizers) > 1:
+            raise UsageError(
+                f"{type(each).__name__} computes the gradient several times in a step, so it can't share a replica "
+                f"with other optimizers: give it one of its own."
+            )
+    return optimizers
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``step`` can't be called without a function that computes loss and gradient."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _check_clipping(clip_norm: ClipNorm, clip_value: float | None, *, num_groups: int) -> None:
+    limits = list(clip_norm) if isinstance(clip_norm, Sequence) else [clip_norm]
+    if not all(limit is None or limit > 0 for limit in limits):
+        raise UsageError(f"clip_norm={clip_norm}: expected a positive number, or None.")
+    if isinstance(clip_norm, Sequence) and len(limits) != num_groups:
+        raise UsageError(
+            f"clip_norm={list(clip_norm)} has {len(limits)} limits, but the optimizers have {num_groups} groups."
+        )
+    if clip_value is not None and not clip_value > 0:
+        raise UsageError(f"clip_value={clip_value}: expected a positive number, or None.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
+from unisono.agreement import Agreement
 from unisono.allocator import keep_freed_memory
 from unisono.audit import Audit, AuditSettings
 from unisono.cluster.connection import Connection, connect
 from unisono.cluster.environment import detect, sets_allocator, usable_cores
+from unisono.collectives.announce import Announcer
 from unisono.data.loader import Loader
 from unisono.data.plan import AssignmentPlan
 from unisono.device import choose_device, reproducible
@@ -31,7 +33,7 @@ from unisono.fingerprints import fingerprint
 from unisono.grid import Assignment, assign, even_shares, scale_shares
 from unisono.initial_state import share_initial_state
 from unisono.randomness import derive, seed_all
-from unisono.replica import Replica
+from unisono.replica import ClipNorm, Replica, as_optimizers
 from unisono.strategies import Synchronous
 from unisono.strategies.base import GlobalBatch, LossFunction, Strategy
 from unisono.transport.base import Transport
@@ -144,6 +146,8 @@ class Run:
                 keep_freed_memory()
             self._transport = self._resources.enter_context(self._make_transport(backend))
             connection.on_abort(self._transport.abort)
+        self._announcer = Announcer(self._transport)
+        self._agreement = Agreement(self._transport, self._announcer, self._doing)
         if audited is not None:
             self._audit = Audit(audited, self.rank, seed, device=device)
             self._audit.watch(self._replicas)
@@ -159,10 +163,12 @@ class Run:
     def replicate(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         strategy: Strategy | None = None,
-        clip_norm: float | None = None,
+        clip_norm: ClipNorm = None,
+        clip_value: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Replica:
         """Train `model` with all workers; they all start from rank 0's weights.
 
@@ -170,18 +176,23 @@ class Run:
 
         Args:
             model: on `device`, built the same way on every worker.
-            optimizer: over the model's parameters, and others if need be.
+            optimizer: what is trained: over some or all of the model's parameters, and others if need be. Several
+                are stepped one after the other. None leaves the update to the script, of all parameters.
             strategy: how tightly workers are coupled; `Synchronous` by default.
-            clip_norm: clip the gradient of every step to this norm.
+            clip_norm: clip the gradient of every step to this norm; or a norm, or None, for each group.
+            clip_value: limit each element of the gradient of every step to this magnitude.
+            scaler: scale the loss for float16, as ``torch.amp.GradScaler(run.device.type)``. Gradients are unscaled
+                when `Replica.backward` returns; a step of which the gradient isn't finite is skipped.
 
         Raises:
             UsageError: a parameter is on another device.
             MismatchError: workers built different models; names the first difference.
         """
         with self._doing("sharing of the initial state"):
+            self._announcer.call("replicate")
             share_initial_state(
                 model,
-                optimizer,
+                as_optimizers(optimizer),
                 self._transport,
                 device=self.device,
                 settings=[f"the run's seed is {self.seed}", f"its assignment is {self._assignment}"],
@@ -192,7 +203,10 @@ class Run:
             number=len(self._replicas),
             strategy=Synchronous() if strategy is None else strategy,
             clip_norm=clip_norm,
+            clip_value=clip_value,
+            scaler=scaler,
             transport=self._transport,
+            announcer=self._announcer,
             operations=self._connection,
             emit=self._emit,
             before_step=self._before_step,
@@ -267,6 +281,8 @@ class Run:
                 a pair ``(torchmetrics object, predict)``, or a dict of these.
             batch_size: samples in one forward pass.
         """
+        with self._doing("start of an evaluation"):
+            self._announcer.call("evaluate")
         return evaluate(
             model,
             dataset,
@@ -281,6 +297,42 @@ class Run:
             timeout_s=self._connection.step_timeout_s,
             waiting=self._doing("merge of metrics"),
         )
+
+    def agree(self, value: Any, how: str = "first") -> Any:
+        """Return one value on all workers, for decisions such as stopping early.
+
+        *Collective: every rank calls this, in the same order.* *Blocking.*
+
+        Args:
+            value: of this worker; anything that JSON can carry.
+            how: ``"first"`` takes rank 0's; ``"any"``, ``"all"``, ``"min"``, ``"max"`` and ``"sum"`` combine
+                numbers or truth values of all workers.
+
+        Raises:
+            UsageError: the value can't be sent or combined.
+        """
+        return self._agreement.agree(value, how)
+
+    def mean(self, value: float, weight: float = 1.0) -> float:
+        """Return the mean of all workers' values, by weight; nan if all weights are 0.
+
+        *Collective: every rank calls this, in the same order.* *Blocking.* The order of workers changes no bit,
+        but what each of them puts in may depend on who owns which micro-batch: for figures that must not, use
+        `evaluate` or what `Replica.step` returns.
+        """
+        return self._agreement.mean(value, weight)
+
+    def barrier(self, name: str = "barrier") -> None:
+        """Return once every worker has called this. *Collective: every rank calls this, in the same order.*"""
+        self._agreement.barrier(name)
+
+    def first(self) -> AbstractContextManager[None]:
+        """Let rank 0 do something before the others: ``with run.first(): prepare(data)``.
+
+        *Collective: every rank calls this, in the same order.* The body runs on every worker, on rank 0 first
+        and alone, so that the others find what it prepared. They wait as long as rank 0 lives, without a deadline.
+        """
+        return self._agreement.first(self._connection.store, lambda: self._doing("first", waits=False))
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the numbers of the epochs still to be done, from where the run stands."""
@@ -388,9 +440,9 @@ class Run:
             )
 
     @contextmanager
-    def _doing(self, operation: str) -> Iterator[None]:
-        """Say, for those who wait for this worker, that it waits for them in `operation`."""
-        self._connection.enter(operation, self._step)
+    def _doing(self, operation: str, *, waits: bool = True) -> Iterator[None]:
+        """Say, for those who wait for this worker, that it is in `operation`, and whether it waits for them."""
+        self._connection.enter(operation, self._step, waits=waits)
         try:
             yield
         finally:

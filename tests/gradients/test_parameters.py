@@ -11,7 +11,7 @@ def test_parameters_that_only_the_optimizer_knows_come_last_and_once() -> None:
     scale, shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(3))
     groups = [{"params": [model.weight, scale]}, {"params": [shift, model.bias]}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    named = list(named_parameters(model, optimizer))
+    named = list(named_parameters(model, [optimizer]))
     assert [name for name, _ in named] == [
         "weight",
         "bias",
@@ -19,11 +19,11 @@ def test_parameters_that_only_the_optimizer_knows_come_last_and_once() -> None:
         "optimizer group 1, parameter 0",
     ]
     assert named[2][1] is scale
-    assert [parameter for _, parameter in outside_parameters(model, optimizer)] == [scale, shift]
+    assert [parameter for _, parameter in outside_parameters(model, [optimizer])] == [scale, shift]
 
 
 def test_tied_weights_come_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert [name for name, _ in named_parameters(model, optimizer)] == ["0.weight"]
+    assert [name for name, _ in named_parameters(model, [optimizer])] == ["0.weight"]

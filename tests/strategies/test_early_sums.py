@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from steps import global_batch, line_loss_per_item, plain_gradients
+from unisono.collectives.announce import Announcer
 from unisono.strategies import Synchronous
 from unisono.strategies.base import ReplicaContext
 from unisono.strategies.synchronous import SynchronousEngine
@@ -93,6 +94,7 @@ def on_engines(
             model=model,
             parameters=lambda: list(model.named_parameters()),
             transport=transport,
+            announcer=Announcer(transport),
             operations=Quiet(),
             device=torch.device("cpu"),
             seed=0,

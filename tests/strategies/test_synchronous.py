@@ -231,8 +231,9 @@ def test_an_error_in_the_loss_function_leaves_model_and_generators_as_they_were(
         replica.step(global_batch([rows(3), rows(4)]), loss_fn)
     assert (run.fingerprint(model), torch.get_rng_state().tolist(), random.getstate()) == before
     assert all(parameter.grad is None for parameter in model.parameters())
+    replica.skip()
     replica.step(global_batch([rows(3), rows(5)]), loss_fn)
-    assert replica.num_steps == 1
+    assert (replica.num_steps, replica.num_skipped) == (2, 1)
 
 
 def test_random_numbers_depend_on_step_and_micro_batch_and_are_put_back(run: unisono.Run) -> None:

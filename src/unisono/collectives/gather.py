@@ -6,12 +6,14 @@ for facts about a step (weights, lengths, hashes), not for gradients.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from unisono.errors import MismatchError, UsageError
+from unisono.fingerprints import raw_bytes
 from unisono.transport.base import Transport
 
 
@@ -67,6 +69,34 @@ def gather_bytes(transport: Transport, parts: Mapping[int, bytes], num_parts: in
         whole = moved.cpu()
     data = whole.numpy().tobytes()
     return [data[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def gather_tensors(transport: Transport, parts: Mapping[int, Tensor], num_parts: int) -> list[Tensor]:
+    """Return all parts, in order, on every rank, on the transport's device. *Blocking.*
+
+    *Collective: every rank calls this, in the same order.* See `gather_bytes`; parts may be of any dtype and shape,
+    and those that this rank has are returned as they are.
+    """
+    encoded = {number: _to_bytes(part) for number, part in parts.items()}
+    received = gather_bytes(transport, encoded, num_parts)
+    return [
+        parts[number] if number in parts else _from_bytes(message, transport.device)
+        for number, message in enumerate(received)
+    ]
+
+
+def _to_bytes(value: Tensor) -> bytes:
+    header = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)])
+    return header.encode() + b"\n" + bytes(raw_bytes(value))
+
+
+def _from_bytes(message: bytes, device: torch.device) -> Tensor:
+    header, _, content = message.partition(b"\n")
+    dtype, shape = json.loads(header)
+    value = torch.empty(shape, dtype=getattr(torch, dtype))
+    if content:
+        value.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return value.to(device)
 
 
 def _gather_sizes(transport: Transport, parts: Mapping[int, bytes], num_parts: int) -> Tensor:

@@ -38,6 +38,15 @@ def clip_by_norm(gradients: list[Tensor], max_norm: float) -> float:
     return norm
 
 
+def clip_by_value(gradients: list[Tensor], limit: float) -> None:
+    """Limit every element to `limit` in magnitude, real and imaginary parts each. In place."""
+    parts = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+    if parts:
+        torch._foreach_clamp_min_(parts, -limit)
+        torch._foreach_clamp_max_(parts, limit)
+
+
 def _sums_of_squares(gradients: Iterable[Tensor]) -> list[float]:
     """Return the sums of squares of the blocks of all gradients, in order."""
     sums = [part.double() for gradient in gradients for part in _block_sums(gradient)]

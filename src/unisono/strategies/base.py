@@ -14,10 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from unisono.collectives.announce import Announcer
 from unisono.grid import Assignment
 from unisono.transport.base import Transport
 
-LossFunction = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Any]"]
+LossFunction = Callable[..., Any]
+"""``loss_fn(model, micro_batch)`` -> mean loss, or (mean loss, weight); with `Embed`, ``loss_fn(rows)``."""
+Embed = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, ...]"]
 
 
 class GlobalBatch(Protocol):
@@ -53,6 +56,7 @@ class ReplicaContext:
         number: the replica's number in its run; part of the key of its random numbers.
         parameters: names and parameters to be trained now, in an order that all workers share. Called at the
             start of every step, so parameters may be frozen, unfrozen, added or replaced between steps.
+        announcer: compares the names of calls; shared by all that use `transport`.
         seed: the run's seed.
     """
 
@@ -60,6 +64,7 @@ class ReplicaContext:
     model: nn.Module
     parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]
     transport: Transport
+    announcer: Announcer
     operations: Operations
     device: torch.device
     seed: int
@@ -70,22 +75,48 @@ class StepResult:
     """What `Engine.backward` found out about a global batch; the same on every worker.
 
     Args:
-        loss: mean loss of the global batch, weighted like the gradient; nan if the weight is 0.
-        weight: total weight. With 0 there is no gradient and the step must not be applied.
+        loss: mean loss of the global batch, weighted like the gradient; nan if it is skipped.
+        weight: total weight; 0 if it is skipped.
+        skipped: why there is no gradient and the step must not be applied, in words; None if there is one.
+        is_finite: whether all losses were finite numbers.
     """
 
     loss: float
     weight: float
+    skipped: str | None = None
+    is_finite: bool = True
 
 
 class Engine(Protocol):
     """A strategy at work on one replica."""
 
-    def backward(self, batch: GlobalBatch, loss_fn: LossFunction, *, step: int) -> StepResult:
+    def backward(
+        self,
+        batch: GlobalBatch,
+        loss_fn: LossFunction,
+        *,
+        step: int,
+        loss_scale: float = 1.0,
+        embed: Embed | None = None,
+    ) -> StepResult:
         """Leave the gradient of the global batch's mean loss in every parameter's ``.grad``.
 
-        Collective: every rank calls this, in the same order.
+        Collective: every rank calls this, in the same order. Losses are multiplied by `loss_scale` before
+        their backward pass, and gradients divided by it after they were added up.
         """
+        ...
+
+    def skip(self) -> None:
+        """Give up the step that is running, from within its loss function."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last `backward` raised in the middle of a step that others are in."""
+        ...
+
+    def abandon(self) -> StepResult:
+        """Take part in the rest of a step that failed on this worker, so that all skip it. Collective."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

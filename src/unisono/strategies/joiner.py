@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
+from unisono.collectives.announce import Announcer
 from unisono.collectives.choose import choose
 from unisono.collectives.execute import Scratch, execute
 from unisono.gradients.buckets import Bucket
@@ -34,14 +36,23 @@ class Joiner:
 
     Args:
         exact: add along the tree; otherwise use the transport's own all-reduce.
+        announcer: compares what the workers call, before their first message of a step is used.
         algorithm: see `unisono.collectives.choose`.
         early: whether `start` will be used.
     """
 
     def __init__(
-        self, transport: Transport, operations: Operations, *, exact: bool, algorithm: str, early: bool
+        self,
+        transport: Transport,
+        operations: Operations,
+        announcer: Announcer,
+        *,
+        exact: bool,
+        algorithm: str,
+        early: bool,
     ) -> None:
         self.transport = transport
+        self._announcer = announcer
         self._operations = operations
         self._exact = exact
         self._algorithm = algorithm
@@ -52,14 +63,19 @@ class Joiner:
         self._step = 0
         self._posts = False
 
-    def begin(self, assignment: Assignment, *, step: int) -> None:
-        """Start a step over `assignment`."""
+    def begin(self, name: str, assignment: Assignment, *, step: int) -> None:
+        """Start the call `name`, a step over `assignment`. *Collective.* Returns at once."""
         if assignment not in self._schedules:
             self._schedules = {assignment: choose(assignment, self._algorithm)}
         self._schedule = self._schedules[assignment]
         self._step = step
         is_one_sum = self._schedule.name == "pairs" and self.transport.world_size == 2
         self._posts = not self._exact or (is_one_sum and not self.transport.maps_peers)
+        self._announcer.check_allowed(name)
+        if self._pool is None or self._posts:
+            self._announcer.post(name)
+        else:
+            self._pool.submit(self._announcer.post, name)
 
     @contextmanager
     def doing(self, operation: str, *, waits: bool = True) -> Iterator[None]:
@@ -74,17 +90,20 @@ class Joiner:
         """Run one collective after those started before it, and wait for its result. *Collective.*"""
         with self.doing(operation):
             if self._pool is None or self._posts:
-                return collective()
-            return self._pool.submit(collective).result()
+                return self._checked(collective)
+            return self._pool.submit(self._checked, collective).result()
 
     def start(
         self, partials: Mapping[Hashable, Tensor], bucket: Bucket, *, key: str, scale: float
     ) -> Callable[[], Tensor]:
         """Start what `join` does; return what waits for its result, to be called once. *Collective.*"""
         if self._posts:
+            if self.transport.device.type == "cpu":  # elsewhere it would wait for the device in mid-backward
+                self._announcer.check()
             return self._post(partials, bucket, scale)
         assert self._pool is not None
-        return self._pool.submit(self.join, partials, bucket, key=key, scale=scale).result
+        join = partial(self.join, partials, bucket, key=key, scale=scale)
+        return self._pool.submit(self._checked, join).result
 
     def join(self, partials: Mapping[Hashable, Tensor], bucket: Bucket, *, key: str, scale: float) -> Tensor:
         """Return the sum of all workers' partial sums of one bucket, times `scale`. *Collective.*
@@ -103,6 +122,15 @@ class Joiner:
             scale=scale,
             scratch=self._scratch,
         )
+
+    def _checked(self, collective: Callable[[], T]) -> T:
+        self._announcer.check()
+        return collective()
+
+    def blank(self, bucket: Bucket) -> dict[Hashable, Tensor]:
+        """Return zeros in the place of this worker's partial sums of one bucket."""
+        assert self._schedule is not None
+        return {piece: _zeros(bucket) for piece in self._schedule.initial(self.transport.rank)}
 
     def close(self) -> None:
         """End the thread; harmless if called twice."""

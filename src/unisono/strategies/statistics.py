@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from unisono.collectives.gather import gather_bytes
+from unisono.collectives.gather import gather_tensors
 from unisono.errors import MismatchError
-from unisono.fingerprints import raw_bytes
 from unisono.gradients.buckets import plan_buckets
 from unisono.gradients.buffers import BufferKeeper
 from unisono.gradients.partial_sums import PartialSums
@@ -51,10 +48,14 @@ class Statistics:
     def absorb_nothing(self, micro_batch: int) -> None:
         self.absorb(micro_batch, [None] * len(self.keeper.averaged), factor=0.0)
 
-    def start(self, joiner: Joiner) -> None:
-        """Send what was summed up, before anybody knows whether something changed. *Collective.*"""
+    def start(self, joiner: Joiner, *, blank: bool = False) -> None:
+        """Send what was summed up, before anybody knows whether something changed. *Collective.*
+
+        With `blank` zeros are sent, by a worker that gave the step up.
+        """
         for number, sums in enumerate(self._sums):
-            wait = joiner.start(sums.partials(), sums.bucket, key=self._key_of(number), scale=1.0)
+            partials = joiner.blank(sums.bucket) if blank else sums.partials()
+            wait = joiner.start(partials, sums.bucket, key=self._key_of(number), scale=1.0)
             self._started.append(wait)
 
     def wait_for_unwanted(self) -> None:
@@ -111,28 +112,11 @@ class Statistics:
         owners = {assignment.owners[number] for number in micro_batches}
         value = self.keeper.changed_value(index)
         if len(owners) < joiner.transport.world_size:
-            like = self.keeper.other(index)
-            parts = (
-                {0: _to_bytes(value)} if joiner.transport.rank == min(owners) and value is not None else {}
-            )
-            (content,) = joiner.collect(
+            parts = {0: value} if joiner.transport.rank == min(owners) and value is not None else {}
+            (shared,) = joiner.collect(
                 f"sharing of buffer {self.keeper.other_names[index]}",
-                lambda: gather_bytes(joiner.transport, parts, 1),
+                lambda: gather_tensors(joiner.transport, parts, 1),
             )
-            value = _from_bytes(content, like.device) if value is None else value
+            value = shared.to(self.keeper.other(index).device) if value is None else value
         assert value is not None
         self.keeper.put_other(index, value)
-
-
-def _to_bytes(value: Tensor) -> bytes:
-    header = json.dumps([str(value.dtype).removeprefix("torch."), list(value.shape)])
-    return header.encode() + b"\n" + bytes(raw_bytes(value))
-
-
-def _from_bytes(message: bytes, device: torch.device) -> Tensor:
-    header, _, content = message.partition(b"\n")
-    dtype, shape = json.loads(header)
-    value = torch.empty(shape, dtype=getattr(torch, dtype))
-    if content:
-        value.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    return value.to(device)

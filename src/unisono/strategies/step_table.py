@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan
+from math import isfinite, nan
 from operator import add
 
 import torch
@@ -21,7 +21,7 @@ from unisono.errors import MismatchError
 from unisono.grid import tree_sum
 
 WORD_BITS = 62
-_RAN, _GAVE_WEIGHT, _FIRED_LATE = 1, 2, 4
+_RAN, _GAVE_WEIGHT, _FIRED_LATE, _GIVEN_UP = 1, 2, 4, 8
 _HEADER = 4
 
 
@@ -52,6 +52,7 @@ class Row:
         averaged: for each averaged buffer whether it changed.
         digests: for each other buffer a digest of its new value, 0 where it did not change.
         signature: 63 bits that stand for what all workers must agree on.
+        given_up: whether its owner asked that the step is skipped.
     """
 
     weight: float
@@ -62,6 +63,22 @@ class Row:
     averaged: Sequence[bool]
     digests: Sequence[int]
     signature: int
+    given_up: bool = False
+
+    @classmethod
+    def of_given_up(cls, shape: TableShape, signature: int) -> Row:
+        """Return the row of a micro-batch that was not computed to its end."""
+        return cls(
+            weight=0.0,
+            loss=nan,
+            gave_weight=False,
+            fired_late=False,
+            present=[False] * shape.num_parameters,
+            averaged=[False] * shape.num_averaged,
+            digests=[0] * shape.num_others,
+            signature=signature,
+            given_up=True,
+        )
 
 
 def new_table(shape: TableShape) -> Tensor:
@@ -71,7 +88,7 @@ def new_table(shape: TableShape) -> Tensor:
 
 def write_row(table: Tensor, index: int, row: Row) -> None:
     """Fill row `index`. In place."""
-    flags = _RAN | row.gave_weight * _GAVE_WEIGHT | row.fired_late * _FIRED_LATE
+    flags = _RAN | row.gave_weight * _GAVE_WEIGHT | row.fired_late * _FIRED_LATE | row.given_up * _GIVEN_UP
     cells = [flags, float_bits(row.weight), float_bits(row.loss), row.signature]
     cells += _pack(row.present) + _pack(row.averaged) + list(row.digests)
     table[index] = torch.tensor(cells, dtype=torch.int64)
@@ -101,6 +118,26 @@ class StepTable:
     @property
     def fired_late(self) -> bool:
         return any(row[0] & _FIRED_LATE for row in self._rows)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses that count are finite numbers."""
+        return self._not_finite() is None
+
+    def reason_to_skip(self, owners: Sequence[int]) -> str | None:
+        """Return why the step must not be applied, in words, or None."""
+        for index, row in enumerate(self._rows):
+            if row[0] & _GIVEN_UP:
+                return f"rank {owners[index]} gave it up in micro-batch {index}"
+        odd = self._not_finite()
+        if odd is not None:
+            loss = bits_float(self._rows[odd][2])
+            return f"the loss of micro-batch {odd} (rank {owners[odd]}) is {loss}"
+        return None if self.weight else "its total weight is 0"
+
+    def _not_finite(self) -> int | None:
+        pairs = enumerate(zip(self.weights, self._rows, strict=True))
+        return next((at for at, (weight, row) in pairs if weight and not isfinite(bits_float(row[2]))), None)
 
     def check_signatures_agree(self, owners: Sequence[int], *, step: int) -> None:
         """Raise a `MismatchError` unless all micro-batches were computed for the same step of the same run."""

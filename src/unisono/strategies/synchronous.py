@@ -9,8 +9,10 @@ first factor is 1 and the second one over the number of micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,15 +20,16 @@ from torch import Tensor
 
 from unisono.collectives.choose import check_algorithm
 from unisono.collectives.gather import gather_rows
-from unisono.errors import UsageError
+from unisono.errors import MismatchError, TransportError, UsageError
 from unisono.gradients.partial_sums import count_merges
 from unisono.randomness import derive, keyed
-from unisono.strategies.base import GlobalBatch, LossFunction, ReplicaContext, StepResult
+from unisono.strategies.base import Embed, GlobalBatch, LossFunction, ReplicaContext, StepResult
 from unisono.strategies.gradient_plan import Planner, short_digest
 from unisono.strategies.joiner import Joiner
 from unisono.strategies.statistics import Statistics
 from unisono.strategies.step_table import Row, StepTable, TableShape, new_table, write_row
 from unisono.strategies.weights import WeightReference, unpack_loss
+from unisono.strategies.whole_batch import Rows, WholeBatchLoss, gather_rows_of, rows_of
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class SynchronousEngine:
         self._joiner = Joiner(
             context.transport,
             context.operations,
+            context.announcer,
             exact=strategy.reduction == "exact",
             algorithm=strategy.algorithm,
             early=self._overlap,
@@ -111,6 +115,10 @@ class SynchronousEngine:
         self._scales_leaves = True
         self._leaf_scale = 1.0
         self._early_scale = 1.0
+        self._loss_scale = 1.0
+        self._gives_up = False
+        self._running = 0
+        self._failed: Callable[[], StepResult] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference weight, all that outlives a step."""
@@ -124,72 +132,207 @@ class SynchronousEngine:
         self._gradients.collector.close()
         self._joiner.close()
 
-    def backward(self, batch: GlobalBatch, loss_fn: LossFunction, *, step: int) -> StepResult:
+    def backward(
+        self,
+        batch: GlobalBatch,
+        loss_fn: LossFunction,
+        *,
+        step: int,
+        loss_scale: float = 1.0,
+        embed: Embed | None = None,
+    ) -> StepResult:
         """Leave the gradient of the global batch's mean loss in every parameter's ``.grad``.
 
-        *Collective: every rank calls this, in the same order.*
+        *Collective: every rank calls this, in the same order.* The step is skipped, on all workers alike, if one
+        of them gave it up, a loss isn't finite, or its total weight is 0.
 
         Raises:
             UsageError: the loss function returned something that isn't a loss.
             MismatchError: micro-batches disagree about what can't be averaged. Nothing was applied.
+            Exception: what the loss function raised; the other workers wait until `abandon` is called.
         """
+        self._failed = None
+        self._loss_scale = loss_scale
         self._replan_if_parameters_changed()
-        self._joiner.begin(batch.assignment, step=step)
-        keeper = self._statistics.keeper
-        keeper.begin()
+        self._joiner.begin(f"step {step} of replica {self._context.number}", batch.assignment, step=step)
+        self._statistics.keeper.begin()
+        with self._tidy():
+            if embed is not None:
+                return self._reduce_whole(batch, loss_fn, embed, step=step)
+            return self._reduce_parts(batch, loss_fn, step=step)
+
+    def _reduce_whole(
+        self, batch: GlobalBatch, loss_fn: LossFunction, embed: Embed, *, step: int
+    ) -> StepResult:
+        """Do the step for a loss over the whole batch: one pass for its rows, one for the gradient. *Collective.*"""
+        rows = self._exchange_rows(batch, self._embed(batch, embed, step=step))
+        if isinstance(rows, StepResult):
+            return rows
         try:
-            # Data is kept only where the step may have to be done again.
-            may_redo = self._overlap or self._scales_leaves
-            data: Iterable[tuple[int, Any]] = list(batch) if may_redo else batch
-            table = self._run(batch, data, loss_fn, step=step)
-            table.check_signatures_agree(batch.assignment.owners, step=step)
-            if table.fired_late:
-                # All see it in the shared table, so all do the step again, and from now on wait for the end of
-                # backward before they send or scale anything.
-                self._overlap = self._scales_leaves = False
-                table = self._run(batch, data, loss_fn, step=step)
-            table.check_weights_agree()
-            self._statistics.check(table, step=step)
-            reference = self._reference.of(batch, table.weights)
-            if table.weight == 0:
-                self._wait_for_unwanted()
-                keeper.restore()
-                self._gradients.collector.clear()
-                return StepResult(math.nan, 0.0)
-            self._reduce(table, scale=reference / table.weight)
-            self._statistics.put(self._joiner, batch.assignment, table, reference=reference)
+            with keyed(self._context.device) as seed:
+                seed(derive(self._context.seed, "whole", self._context.number, step))
+                loss = WholeBatchLoss(
+                    embed,
+                    loss_fn,
+                    rows,
+                    sizes=batch.sizes,
+                    parameters=[parameter for _, parameter in self._gradients.named],
+                    current=lambda: self._running,
+                )
+        except Exception:
+            numbers = batch.assignment.micro_batches(self._joiner.transport.rank)
+            self._failed = partial(
+                self._complete_given_up, self._new_pass(batch, step), min(numbers, default=0)
+            )
+            raise
+        if not math.isfinite(loss.loss):
+            self._statistics.keeper.restore()
+            return StepResult(math.nan, 0.0, f"the loss of the whole batch is {loss.loss}", is_finite=False)
+        result = self._reduce_parts(batch, loss, step=step)
+        return result if result.skipped else replace(result, loss=loss.loss)
+
+    def _reduce_parts(self, batch: GlobalBatch, loss_fn: LossFunction, *, step: int) -> StepResult:
+        table = self._run(batch, loss_fn, step=step)
+        table.check_signatures_agree(batch.assignment.owners, step=step)
+        skipped = table.reason_to_skip(batch.assignment.owners)
+        if table.fired_late and skipped is None:
+            # All see it in the shared table, so all do the step again, and from now on wait for the end of
+            # backward before they send or scale anything.
+            self._overlap = self._scales_leaves = False
+            table = self._run(batch, loss_fn, step=step)
+            skipped = table.reason_to_skip(batch.assignment.owners)
+        if skipped is not None:
+            return self._skip(skipped, table)
+        return self._apply(batch, table, step=step)
+
+    def skip(self) -> None:
+        """Give up the step that is running: called by the loss function."""
+        self._gives_up = True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last `backward` raised on this worker in the middle of a step that others are in."""
+        return self._failed is not None
+
+    def abandon(self) -> StepResult:
+        """Take part in the rest of a step that failed on this worker, so that all skip it. *Collective.*"""
+        assert self._failed is not None
+        complete, self._failed = self._failed, None
+        with self._tidy():
+            return complete()
+
+    def _complete_given_up(self, run: _Pass, number: int) -> StepResult:
+        table = self._finish_given_up(run, number)
+        table.check_signatures_agree(run.batch.assignment.owners, step=run.step)
+        skipped = table.reason_to_skip(run.batch.assignment.owners)
+        assert skipped is not None
+        return self._skip(skipped, table)
+
+    @contextmanager
+    def _tidy(self) -> Iterator[None]:
+        """Leave nothing of a step that failed in buffers and gradients."""
+        try:
+            yield
         except BaseException:
-            keeper.restore()
+            self._statistics.keeper.restore()
             self._gradients.collector.clear()
             raise
+
+    def _skip(self, reason: str, table: StepTable) -> StepResult:
+        self._wait_for_unwanted()
+        self._statistics.keeper.restore()
+        self._gradients.collector.clear()
+        return StepResult(math.nan, 0.0, reason, table.is_finite)
+
+    def _apply(self, batch: GlobalBatch, table: StepTable, *, step: int) -> StepResult:
+        table.check_weights_agree()
+        self._statistics.check(table, step=step)
+        reference = self._reference.of(batch, table.weights)
+        self._reduce(table, scale=reference / table.weight / self._loss_scale)
+        self._statistics.put(self._joiner, batch.assignment, table, reference=reference)
         self._agree_on_order(batch)
         self._reference.advance(table.weight, batch.assignment.num_micro_batches)
         return StepResult(table.loss, table.weight)
 
-    def _run(
-        self, batch: GlobalBatch, data: Iterable[tuple[int, Any]], loss_fn: LossFunction, *, step: int
-    ) -> StepTable:
+    def _run(self, batch: GlobalBatch, loss_fn: LossFunction, *, step: int) -> StepTable:
         """Run forward and backward of every own micro-batch; share what happened. *Collective.*"""
         run = self._new_pass(batch, step)
+        self._gives_up = False
         self._gradients.collector.clear()
         numbers = batch.assignment.micro_batches(self._joiner.transport.rank)
-        supply = iter(data)
-        with keyed(self._context.device) as seed:
-            for number in numbers:
-                last = number == numbers[-1]
-                if batch.sizes[number] == 0:
-                    self._run_empty(run, number, last=last)
-                    continue
-                got, micro_batch = next(supply)
-                assert got == number, f"the batch yields micro-batch {got}, expected {number}"
-                self._statistics.keeper.restore()
-                seed(derive(self._context.seed, "step", self._context.number, step, number))
-                with self._joiner.doing(f"forward of micro-batch {number}", waits=False):
-                    loss, given = unpack_loss(loss_fn(self._context.model, micro_batch), number)
-                self._run_backward(run, number, loss=loss, given=given, last=last)
+        number = numbers[0] if numbers else 0
+        try:
+            supply = iter(batch)
+            with keyed(self._context.device) as seed:
+                for number in numbers:
+                    last = number == numbers[-1]
+                    if batch.sizes[number] == 0:
+                        self._run_empty(run, number, last=last)
+                        continue
+                    got, micro_batch = next(supply)
+                    assert got == number, f"the batch yields micro-batch {got}, expected {number}"
+                    self._statistics.keeper.restore()
+                    self._running = number
+                    seed(derive(self._context.seed, "step", self._context.number, step, number))
+                    with self._joiner.doing(f"forward of micro-batch {number}", waits=False):
+                        output = loss_fn(self._context.model, micro_batch)
+                    if self._gives_up:
+                        return self._finish_given_up(run, number)
+                    loss, given = unpack_loss(output, number)
+                    self._run_backward(run, number, loss=loss, given=given, last=last)
+        except (TransportError, MismatchError):
+            raise
+        except Exception:
+            self._failed = partial(self._complete_given_up, run, number)
+            raise
         self._start_sums(run, None)
         if run.send_early:
             self._statistics.start(self._joiner)
+        return self._share(run)
+
+    def _finish_given_up(self, run: _Pass, number: int) -> StepTable:
+        """Do for the rest of a pass what others wait for, and tell them that micro-batch `number` failed."""
+        self._start_sums(run, None, is_known=False)
+        if run.send_early:
+            while self._num_sent < len(self._gradients.buckets):
+                bucket = self._gradients.buckets[self._num_sent]
+                self._start_sum(self._joiner.blank(bucket))
+            self._statistics.start(self._joiner, blank=True)
+        write_row(run.table, number, Row.of_given_up(run.shape, run.signature))
+        return self._share(run)
+
+    def _embed(self, batch: GlobalBatch, embed: Embed, *, step: int) -> dict[int, Rows] | None:
+        """Return the rows of all own micro-batches; None if this worker gives the step up."""
+        context = self._context
+        own: dict[int, Rows] = {}
+        self._gives_up = False
+        try:
+            with keyed(context.device) as seed:
+                for number, micro_batch in batch:
+                    self._statistics.keeper.restore()
+                    seed(derive(context.seed, "step", context.number, step, number))
+                    with self._joiner.doing(f"embedding of micro-batch {number}", waits=False):
+                        with torch.no_grad():
+                            output = embed(context.model, micro_batch)
+                        if self._gives_up:
+                            return None
+                        own[number] = rows_of(output, number)
+        except Exception:
+            self._failed = partial(self._exchange_rows, batch, None)
+            raise
+        return own
+
+    def _exchange_rows(self, batch: GlobalBatch, own: dict[int, Rows] | None) -> Any:
+        """Return the rows of all micro-batches, or the result of a step that is skipped. *Collective.*"""
+        transport = self._joiner.transport
+        operation = "gather of embeddings"
+        rows = self._joiner.collect(operation, lambda: gather_rows_of(transport, own, batch.sizes))
+        if not isinstance(rows, int):
+            return rows
+        self._statistics.keeper.restore()
+        return StepResult(math.nan, 0.0, f"rank {rows} gave it up while it computed its embeddings")
+
+    def _share(self, run: _Pass) -> StepTable:
         self._joiner.collect(
             "exchange of the step's table", lambda: gather_rows(self._joiner.transport, run.table)
         )
@@ -220,15 +363,16 @@ class SynchronousEngine:
         self._start_sums(run, given)
         weight = float(run.batch.sizes[number]) if given is None else given
         factor = weight / self._reference.of(run.batch, {number: weight})
+        loss_factor = factor * self._loss_scale
         collector, keeper = self._gradients.collector, self._statistics.keeper
         if weight == 0:
             collector.clear()
-        elif factor != 1.0:
-            collector.multiply(factor)
+        elif loss_factor != 1.0:
+            collector.multiply(loss_factor)
         self._begin_leaf(run, number, last=last)
         if weight != 0 and loss.requires_grad:
             with self._joiner.doing(f"backward of micro-batch {number}", waits=False):
-                (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
+                (loss if loss_factor == 1.0 else loss * loss_factor).backward()  # type: ignore[no-untyped-call]
         present = collector.end_leaf()
         changes = keeper.harvest()
         self._statistics.absorb(number, changes.averaged, factor=factor)
@@ -246,18 +390,23 @@ class SynchronousEngine:
 
     def _run_empty(self, run: _Pass, number: int, *, last: bool) -> None:
         """Count an empty micro-batch as a leaf of zeros; its row in the table stays zero."""
-        self._start_sums(run, None)
+        self._start_sums(run, None, is_known=False)
         self._begin_leaf(run, number, last=last)
         self._gradients.collector.end_leaf()
         self._statistics.absorb_nothing(number)
 
-    def _start_sums(self, run: _Pass, given: float | None) -> None:
-        """Once a pass, before its first backward: agree on the reference weight and clear the sums."""
+    def _start_sums(self, run: _Pass, given: float | None, *, is_known: bool = True) -> None:
+        """Once a pass, before its first backward: agree on the reference weight and clear the sums.
+
+        Args:
+            given: the weight that the loss function returned for the first own micro-batch, if any.
+            is_known: whether it was called at all.
+        """
         if run.started:
             return
         run.started = True
         if not self._reference.is_agreed:
-            self._agree_on_reference(run.batch, given)
+            self._agree_on_reference(run.batch, given, is_known=is_known)
         self._wait_for_unwanted()
         factor = self._reference.factor_beforehand(run.batch)
         self._leaf_scale = factor if self._scales_leaves and self._suits_leaves(factor, run.batch) else 1.0
@@ -294,10 +443,10 @@ class SynchronousEngine:
         early = run.send_early and last
         self._gradients.collector.begin_leaf(number, on_complete=self._send if early else None)
 
-    def _agree_on_reference(self, batch: GlobalBatch, given: float | None) -> None:
+    def _agree_on_reference(self, batch: GlobalBatch, given: float | None, *, is_known: bool) -> None:
         owned = batch.assignment.owners[0] == self._joiner.transport.rank
         message = self._reference.message(given)
-        if not owned:
+        if not (owned and is_known):
             message.zero_()
         self._joiner.collect(
             "agreement on the reference weight", lambda: gather_rows(self._joiner.transport, message)
@@ -308,14 +457,15 @@ class SynchronousEngine:
         """Note that a bucket is complete, and send all that are, in their fixed order."""
         self._complete.add(number)
         while self._num_sent in self._complete:
-            following = self._num_sent
-            self._num_sent += 1
-            self._sent[following] = self._joiner.start(
-                self._gradients.collector.partials(following),
-                self._gradients.buckets[following],
-                key=self._key(following),
-                scale=self._early_scale,
-            )
+            self._start_sum(self._gradients.collector.partials(self._num_sent))
+
+    def _start_sum(self, partials: Mapping[Hashable, Tensor]) -> None:
+        """Send the following bucket."""
+        number = self._num_sent
+        self._num_sent += 1
+        self._sent[number] = self._joiner.start(
+            partials, self._gradients.buckets[number], key=self._key(number), scale=self._early_scale
+        )
 
     def _reduce(self, table: StepTable, *, scale: float) -> None:
         """Join all buckets, times `scale`, and hand the gradients to the parameters. *Collective.*"""

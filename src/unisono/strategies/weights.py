@@ -74,12 +74,14 @@ class WeightReference:
         return self._returned is False
 
     def message(self, given: float | None) -> Tensor:
-        """Return what the owner of micro-batch 0 tells the others, int64 [1, 2]; zeros are no message."""
+        """Return what the owner of micro-batch 0 tells the others, int64 [1, 2]; zeros say that it can't tell."""
         return torch.tensor([[1 if given is None else 2, float_bits(given or 0.0)]], dtype=torch.int64)
 
     def agree(self, message: Tensor) -> None:
         """Take over what the owner of micro-batch 0 said."""
         kind, bits = message[0].tolist()
+        if not kind:
+            return
         self._returned = kind == 2
         self._reference = nearest_power_of_two(bits_float(bits)) if self._returned else None
 
