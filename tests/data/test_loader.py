@@ -83,6 +83,22 @@ def test_a_batch_is_cut_evenly_and_says_how():
         assert len(loader) == 3
 
 
+def test_the_digest_of_a_batch_is_that_of_its_samples_on_every_worker():
+    def digests(shares, **options):
+        loaders = workers(24, shares, **options)
+        return [
+            {batch.digest for batch in batches} for _ in range(2) for batches in zip(*loaders, strict=True)
+        ]
+
+    alone = digests((4,), shuffle=True)
+    assert digests((2, 1, 1), shuffle=True) == alone
+    assert all(len(found) == 1 for found in alone)
+    others = [digests((4,)), digests((4,), shuffle=True, seed=1), digests((4,), shuffle=True, name="other")]
+    everything = [digest for run in (alone, *others) for found in run for digest in found]
+    assert len(set(everything)) == len(everything) == 24
+    assert all(0 <= digest < 2**63 for digest in everything)
+
+
 def test_empty_micro_batches_at_the_end_are_not_loaded():
     first, last = (list(loader) for loader in workers(9, (2, 2), batch_size=8))
     assert rows(first[1]) == {0: [8]}

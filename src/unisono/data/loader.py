@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from unisono.data.batch import Batch
+from unisono.data.batch import Batch, batch_digest
 from unisono.data.order import Order
 from unisono.data.processes import LoaderProcesses
 from unisono.data.samples import Collate, Samples, Task
@@ -78,6 +78,7 @@ class Loader:
         if not timeout_s > 0:
             raise UsageError(f"timeout_s={timeout_s}: expected more than 0 seconds.")
         own_seed = derive(seed, "loader", name) >> 1
+        self._seed = own_seed
         self._samples = Samples(dataset, collate_fn, own_seed)
         self._order = Order(len(dataset), batch_size, shuffle=shuffle, drop_last=drop_last, seed=own_seed)
         self.micro_batches = micro_batches
@@ -187,6 +188,7 @@ class Loader:
         """Return how a batch is cut and what of it is this worker's, by the plan as it stands now."""
         assignment = self._check(self.plan.at(epoch * len(self) + batch))
         indices = self._order.indices(epoch, batch)
+        digest = batch_digest(self._seed, epoch, batch, indices)
         parts = cut(len(indices), self.micro_batches)
         position = batch * self.batch_size
         own = {
@@ -194,7 +196,7 @@ class Loader:
             for number in assignment.micro_batches(self.rank)
             if (part := parts[number])
         }
-        return _Cut(assignment, tuple(len(part) for part in parts), own)
+        return _Cut(assignment, tuple(len(part) for part in parts), own, digest)
 
 
 class _Cut(NamedTuple):
@@ -203,6 +205,7 @@ class _Cut(NamedTuple):
     assignment: Assignment
     sizes: tuple[int, ...]
     own: dict[int, Task]  # micro-batch -> task; non-empty ones, ascending
+    digest: int
 
 
 class _Loop(Iterator[Batch]):
@@ -255,7 +258,7 @@ class _Loop(Iterator[Batch]):
 
     def _load(self) -> Batch:
         loader = self._loader
-        assignment, sizes, own = loader._cut(self._epoch, self._batch)
+        assignment, sizes, own, digest = loader._cut(self._epoch, self._batch)
         data = self._collect() if self._processes is not None else {}
         # Those that moved here after the processes had been given this batch; without processes, all.
         missing = [task for number, task in own.items() if number not in data]
@@ -269,6 +272,7 @@ class _Loop(Iterator[Batch]):
             nominal_weight=loader.batch_size / loader.micro_batches,
             data={number: data[number] for number in own},
             device=loader.device,
+            digest=digest,
         )
 
     def _collect(self) -> dict[int, Any]:
