@@ -54,11 +54,13 @@ class Samples:
         self._keyed_collate = collate_fn is not None
 
     def load(self, task: Task, seed_generators: Callable[[int], None]) -> Any:
-        """Return the collated data of one micro-batch. The caller restores the generators.
+        """Return the collated data of one micro-batch, None if it is empty. The caller restores the generators.
 
         Raises:
             Exception: whatever the dataset or the collation raises, with a note on what was being loaded.
         """
+        if not task.indices:
+            return None
         try:
             return self._collated(task, self._read(task, seed_generators), seed_generators)
         except StopIteration as error:
