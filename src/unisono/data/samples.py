@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from unisono.data.packed import PackedList
 from unisono.errors import UsageError
 from unisono.randomness import derive, keyed
 
@@ -129,4 +130,4 @@ def draws_nothing(dataset: Any) -> bool:
         return draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:
         return all(draws_nothing(part) for part in dataset.datasets)
-    return type(dataset) in (TensorDataset, torch.Tensor, list, tuple, range)
+    return type(dataset) in (TensorDataset, torch.Tensor, PackedList, list, tuple, range)
