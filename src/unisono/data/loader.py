@@ -6,11 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Unpack
 
-import torch
-
 from unisono.data.batch import Batch, batch_digest
 from unisono.data.epochs import Cursor, EpochLoader, EpochLoop, Options
-from unisono.data.order import BatchSampledOrder, Order, PermutedOrder, SampledOrder
+from unisono.data.order import Selection
 from unisono.data.samples import Collate, Samples, Task
 from unisono.errors import UsageError
 from unisono.grid import Assignment, cut
@@ -47,10 +45,8 @@ class Loader(EpochLoader):
     ) -> None:
         super().__init__(**options)
         self.samples = Samples(dataset, collate_fn, self.seed)
-        _check_choice(batch_size, shuffle, drop_last, sampler, batch_sampler)
-        self.order = _order(
-            len(dataset), batch_size, shuffle, drop_last, sampler, batch_sampler, self.seed, self.device
-        )
+        selection = Selection(batch_size, shuffle, drop_last, sampler, batch_sampler)
+        self.order = selection.order(len(dataset), seed=self.seed, device=self.device)
 
     def __len__(self) -> int:
         """Number of global batches in the current epoch."""
@@ -95,41 +91,6 @@ class Loader(EpochLoader):
         }
         digest = batch_digest(self.seed, epoch, batch, indices)
         return _Cut(assignment, tuple(len(part) for part in parts), own, digest)
-
-
-def _check_choice(
-    batch_size: int | None, shuffle: bool, drop_last: bool, sampler: Any, batch_sampler: Any
-) -> None:
-    """Raise a `UsageError` where arguments say the same thing twice, or leave it open."""
-    if sampler is not None and batch_sampler is not None:
-        raise UsageError("sampler and batch_sampler were given: expected one of them.")
-    name = "sampler" if sampler is not None else "batch_sampler" if batch_sampler is not None else None
-    for label, value in (("shuffle", shuffle), ("drop_last", drop_last)):
-        if name is not None and value:
-            raise UsageError(f"{label}=True with a {name}: what it yields decides; leave {label} out.")
-    if batch_sampler is not None and batch_size is not None:
-        raise UsageError(
-            f"batch_size={batch_size} with a batch_sampler, whose lists are the global batches: leave batch_size out."
-        )
-    if batch_sampler is None and batch_size is None:
-        raise UsageError("batch_size is missing: expected the samples in one global batch, over all workers.")
-
-
-def _order(
-    num_samples: int,
-    batch_size: int | None,
-    shuffle: bool,
-    drop_last: bool,
-    sampler: Any,
-    batch_sampler: Any,
-    seed: int,
-    device: torch.device | None,
-) -> Order:
-    if batch_size is None:
-        return BatchSampledOrder(batch_sampler, num_samples, seed=seed, device=device)
-    if sampler is not None:
-        return SampledOrder(sampler, num_samples, batch_size, seed=seed, device=device)
-    return PermutedOrder(num_samples, batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
 
 
 class _Cut(NamedTuple):

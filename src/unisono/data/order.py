@@ -6,6 +6,7 @@ before. A cursor of three integers is therefore all that a resumed run needs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ import torch
 from unisono.data.samplers import check_sampler, epoch_of, index_of
 from unisono.errors import UsageError
 from unisono.randomness import derive
+
+MISSING_BATCH_SIZE = "batch_size is missing: expected the samples in one global batch, over all workers."
 
 
 class Order(Protocol):
@@ -37,6 +40,47 @@ class Order(Protocol):
     def indices(self, epoch: int, batch: int) -> list[int]:
         """Return the samples of one global batch, in order."""
         ...
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What the user said about which samples make up a batch; names and meanings are those of `Loader`."""
+
+    batch_size: int | None = None
+    shuffle: bool = False
+    drop_last: bool = False
+    sampler: Any = None
+    batch_sampler: Any = None
+
+    def order(self, num_samples: int, *, seed: int = 0, device: torch.device | None = None) -> Order:
+        """Return the order of a dataset of so many samples.
+
+        Raises:
+            UsageError: arguments contradict each other, or leave open what a batch is.
+        """
+        self._check()
+        if self.batch_size is None:
+            return BatchSampledOrder(self.batch_sampler, num_samples, seed=seed, device=device)
+        if self.sampler is not None:
+            return SampledOrder(self.sampler, num_samples, self.batch_size, seed=seed, device=device)
+        return PermutedOrder(
+            num_samples, self.batch_size, shuffle=self.shuffle, drop_last=self.drop_last, seed=seed
+        )
+
+    def _check(self) -> None:
+        given = [name for name in ("sampler", "batch_sampler") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError("sampler and batch_sampler were given: expected one of them.")
+        for name in ("shuffle", "drop_last"):
+            if given and getattr(self, name):
+                raise UsageError(f"{name}=True with a {given[0]}: what it yields decides; leave {name} out.")
+        if self.batch_sampler is not None and self.batch_size is not None:
+            raise UsageError(
+                f"batch_size={self.batch_size} with a batch_sampler, whose lists are the global batches: leave "
+                f"batch_size out."
+            )
+        if self.batch_sampler is None and self.batch_size is None:
+            raise UsageError(MISSING_BATCH_SIZE)
 
 
 class PermutedOrder:
