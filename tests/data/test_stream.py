@@ -1,5 +1,6 @@
 import multiprocessing
 import random
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -323,6 +324,14 @@ def test_a_stream_has_no_length():
 def test_an_epoch_of_nothing_is_an_error(dataset, options):
     with pytest.raises(UsageError, match="epoch 0 has no batch"):
         list(make(dataset, **options))
+
+
+def test_the_share_of_one_worker_is_refused():
+    class Split(Whole):
+        _distributed = SimpleNamespace(rank=0, world_size=2)
+
+    with pytest.raises(UsageError, match="share of one of 2 workers"):
+        make(Split(9))
 
 
 class Failing(Whole):

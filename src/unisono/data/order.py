@@ -6,8 +6,8 @@ before. A cursor of three integers is therefore all that a resumed run needs.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -184,7 +184,7 @@ class SampledOrder:
         self._sampler = sampler
         self._seed = seed
         self._device = device
-        self._listed: tuple[int, list[int]] | None = None
+        self._listed: tuple[int, array[int]] | None = None  # the latest epoch only: 8 bytes an index
 
     def num_batches(self, epoch: int) -> int:
         return -(-len(self._epoch(epoch)) // self._size)
@@ -194,12 +194,12 @@ class SampledOrder:
 
     def indices(self, epoch: int, batch: int) -> list[int]:
         start = batch * self._size
-        return self._epoch(epoch)[start : start + self._size]
+        return self._epoch(epoch)[start : start + self._size].tolist()
 
-    def _epoch(self, epoch: int) -> list[int]:
+    def _epoch(self, epoch: int) -> array[int]:
         if self._listed is None or self._listed[0] != epoch:
             yielded = epoch_of(self._sampler, epoch, seed=self._seed, device=self._device)
-            self._listed = (epoch, [index_of(index, "sampler") for index in yielded])
+            self._listed = (epoch, array("q", (index_of(index, "sampler") for index in yielded)))
         return self._listed[1]
 
 
@@ -227,22 +227,27 @@ class BatchSampledOrder:
         self._batch_sampler = batch_sampler
         self._seed = seed
         self._device = device
-        self._listed: tuple[int, list[list[int]], list[int]] | None = None
+        # Of the latest epoch: its number, its indices, and where in them each batch begins.
+        self._listed: tuple[int, array[int], list[int]] | None = None
 
     def num_batches(self, epoch: int) -> int:
-        return len(self._epoch(epoch)[0])
+        return len(self._epoch(epoch)[1]) - 1
 
     def position(self, epoch: int, batch: int) -> int:
         return self._epoch(epoch)[1][batch]
 
     def indices(self, epoch: int, batch: int) -> list[int]:
-        return self._epoch(epoch)[0][batch]
+        indices, starts = self._epoch(epoch)
+        return indices[starts[batch] : starts[batch + 1]].tolist()
 
-    def _epoch(self, epoch: int) -> tuple[list[list[int]], list[int]]:
+    def _epoch(self, epoch: int) -> tuple[array[int], list[int]]:
         if self._listed is None or self._listed[0] != epoch:
             yielded = epoch_of(self._batch_sampler, epoch, seed=self._seed, device=self._device)
-            batches = [_batch_of(item, number) for number, item in enumerate(yielded)]
-            self._listed = (epoch, batches, list(accumulate(map(len, batches), initial=0)))
+            indices, starts = array("q"), [0]
+            for number, item in enumerate(yielded):
+                indices.extend(_batch_of(item, number))
+                starts.append(len(indices))
+            self._listed = (epoch, indices, starts)
         return self._listed[1:]
 
 

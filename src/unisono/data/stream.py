@@ -58,11 +58,18 @@ def is_stream(dataset: Any) -> bool:
 
 
 def check_stream(dataset: Any) -> None:
-    """Raise a `UsageError` if `dataset` can be iterated only once."""
+    """Raise a `UsageError` if `dataset` can be iterated only once, or is one worker's share of the data."""
     if hasattr(dataset, "__next__"):
         raise UsageError(
             f"a {type(dataset).__name__} can be iterated only once; expected an object of which __iter__() begins "
             f"a new epoch each time, such as a torch IterableDataset."
+        )
+    # What split_dataset_by_node of Hugging Face notes; everything else would look as if it went well.
+    num_readers = getattr(getattr(dataset, "_distributed", None), "world_size", 1)
+    if isinstance(num_readers, int) and num_readers > 1:
+        raise UsageError(
+            f"this {type(dataset).__name__} is the share of one of {num_readers} workers; expected the whole, which "
+            f"the run shares out itself. Give the dataset as it was before split_dataset_by_node."
         )
 
 
@@ -150,7 +157,7 @@ class ShardedStream(Stream):
     def _shard(self, index: int) -> Callable[[int], Any]:
         def begin(epoch: int) -> Any:
             whole = _in_epoch(self._dataset, epoch)
-            return _in_epoch(whole.shard(num_shards=self._micro_batches, index=index), epoch)
+            return _in_epoch(whole.shard(self._micro_batches, index), epoch)
 
         return begin
 
