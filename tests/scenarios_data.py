@@ -100,15 +100,12 @@ def shards(run: unisono.Run) -> Outcome:
     return [*train(run, lambda: loader), loader.step]
 
 
-def made(run: unisono.Run) -> Outcome:
-    def make(micro_batch: int, size: int = 4) -> tuple[Tensor, Tensor]:
-        return torch.randn(size, 6) + random.random(), torch.randint(0, 3, (size,)) * int(micro_batch > 0)
+def made_rows(micro_batch: int, size: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 6) + random.random(), torch.randint(0, 3, (size,)) * int(micro_batch > 0)
 
-    return train(
-        run,
-        lambda: [run.batch(make, micro_batches=5), run.batch(make, micro_batches=5, batch_size=7)],
-        epochs=3,
-    )
+
+def made(run: unisono.Run) -> Outcome:
+    return train(run, lambda: [run.batch(made_rows, 5), run.batch(made_rows, 5, batch_size=7)], epochs=3)
 
 
 def packed(run: unisono.Run) -> Outcome:
@@ -144,16 +141,12 @@ def resumable(first: int, last: int, state: dict[str, Any] | None = None) -> tup
         done = first
         for _ in run.epochs(9):
             for batches in zip(*loaders, strict=False):
-                for batch in (*batches, run.batch(_made, 3)):
+                for batch in (*batches, run.batch(made_rows, 3)):
                     replica.step(batch, cross_entropy)
                 done += 1
                 if done == last:
                     return _copied(run.state_dict()), run.fingerprint(model)
     raise AssertionError(f"the run ended after {done} steps, expected {last}")
-
-
-def _made(micro_batch: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(4, 6), torch.randint(0, 3, (4,))
 
 
 def _copied(state: Any) -> Any:

@@ -14,7 +14,9 @@ from torch.utils.data import IterableDataset
 
 import scenarios_data
 import unisono
-from steps import Line, line_loss
+from scenarios import Noisy, cross_entropy
+from steps import Line, line_loss, plain_gradients
+from steps import alone as run_alone
 from unisono.cluster.launch import ForkServer
 from unisono.errors import MismatchError, UsageError
 
@@ -47,6 +49,37 @@ def test_a_run_resumed_in_mid_epoch_at_another_world_size_ends_with_the_same_bit
     second = fork_server.launch(scenarios_data.resumable, 3, 2, 5, first[1][0])
     third = fork_server.launch(scenarios_data.resumable, 1, 5, 7, second[2][0])
     assert [fingerprint for _, fingerprint in third] == [uninterrupted]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("kind", ["buckets", "stream", "shards", "made"])
+def test_gradients_are_those_of_plain_pytorch_over_the_same_micro_batches(kind: str) -> None:
+    with run_alone(seed=1) as run:
+        loaders: dict[str, Any] = {
+            "buckets": lambda: run.load(
+                Noisy(40, 6), batch_sampler=scenarios_data.Buckets(), micro_batches=4
+            ),
+            "stream": lambda: run.load(scenarios_data.Rows(27), batch_size=10, micro_batches=4),
+            "shards": lambda: run.load(scenarios_data.Files([3, 9, 1, 4]), batch_size=10, micro_batches=4),
+            "made": lambda: [run.batch(scenarios_data.made_rows, 4, batch_size=10) for _ in range(3)],
+        }
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        batches = list(loaders[kind]())
+        for batch in batches:
+            parts = dict(batch)
+            expected = plain_gradients(
+                model,
+                [parts.get(number) for number in range(4)],
+                cross_entropy,
+                weights=batch.sizes,
+                reference=batch.nominal_weight,
+            )
+            replica.backward(batch, cross_entropy)
+            for parameter, gradient in zip(model.parameters(), expected, strict=True):
+                assert torch.equal(parameter.grad, gradient)
+            replica.update()
+        assert len(batches) >= 3
 
 
 class Targets:
