@@ -57,7 +57,7 @@ def test_gradients_are_those_of_plain_pytorch_over_the_same_micro_batches(kind: 
     with run_alone(seed=1) as run:
         loaders: dict[str, Any] = {
             "buckets": lambda: run.load(
-                Noisy(40, 6), batch_sampler=scenarios_data.Buckets(), micro_batches=4
+                Noisy(61, 6), batch_sampler=scenarios_data.Buckets(), micro_batches=4
             ),
             "stream": lambda: run.load(scenarios_data.Rows(27), batch_size=10, micro_batches=4),
             "shards": lambda: run.load(scenarios_data.Files([3, 9, 1, 4]), batch_size=10, micro_batches=4),

@@ -397,6 +397,8 @@ class Run:
             self._connection.fail(error, self._step)
             # Frees a reduction that still runs in the background, and the peers that it waits for.
             self._transport.abort(TransportError(f"rank {self.rank} left the run with {error!r}"))
+            for loader in self._loaders:  # nobody waits for what they are in the middle of
+                loader.close(kill=True)
         self.close()
 
     @property

@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 
@@ -105,3 +106,29 @@ def test_the_end_of_the_run_ends_them():
         assert len(multiprocessing.active_children()) == 1
         next(iter(loader))
     assert not multiprocessing.active_children()
+
+
+class Hanging(Rows):
+    """Reads nothing but the first rows."""
+
+    def __getitem__(self, index):
+        if index >= 8:
+            signal.pause()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_run_that_fails_waits_for_no_sample(persistent_workers):
+    began = time.monotonic()
+    with pytest.raises(KeyError):
+        fail_in_mid_epoch(persistent_workers)
+    assert not multiprocessing.active_children()
+    assert time.monotonic() - began < 3
+
+
+def fail_in_mid_epoch(persistent_workers):
+    with alone() as run:
+        options = {"num_workers": 1, "persistent_workers": persistent_workers, "collate_fn": list}
+        loop = iter(run.load(Hanging(), batch_size=8, micro_batches=1, **options))
+        next(loop)
+        raise KeyError

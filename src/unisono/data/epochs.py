@@ -190,11 +190,11 @@ class EpochLoader(ABC):
         self._end_loop()
         self._cursor, self._resumed = cursor, True
 
-    def close(self) -> None:
-        """End an open loop and all loader processes; harmless if called twice."""
-        self._end_loop()
+    def close(self, *, kill: bool = False) -> None:
+        """End an open loop and all loader processes, with `kill` in the middle of a sample; harmless if repeated."""
+        self._end_loop(kill=kill)
         if self._kept is not None:
-            self._kept.close()
+            self._kept.close(kill=kill)
             self._kept = None
 
     def assignment(self, step: int) -> Assignment:
@@ -248,10 +248,10 @@ class EpochLoader(ABC):
         """Note where the loop has come to."""
         self._cursor = cursor
 
-    def _end_loop(self) -> None:
+    def _end_loop(self, *, kill: bool = False) -> None:
         loop = None if self._loop is None else self._loop()
         if loop is not None:
-            loop.close()
+            loop.close(kill=kill)
         self._loop = None
 
 
