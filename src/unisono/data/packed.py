@@ -21,7 +21,7 @@ class PackedList(Sequence[T]):
     """Keep `items` pickled, back to back in one uint8 tensor; reading one unpickles it. Can't be changed.
 
     Loader processes share its memory, however long they read, and workers forked after it was made do too.
-    Costs some 2 us a read for a short string.
+    Costs some 3 us a read for a short string.
 
     Args:
         items: anything that can be pickled; read once.
