@@ -15,6 +15,7 @@ PUBLIC = {
     "JobError",
     "LoaderError",
     "MismatchError",
+    "PackedList",
     "Replica",
     "Run",
     "Synchronous",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.cluster.launch import launch
+    from unisono.data.packed import PackedList
     from unisono.errors import (
         DeadlineError,
         JobError,
@@ -30,6 +31,7 @@ _HOMES = {
     "JobError": "unisono.errors",
     "LoaderError": "unisono.errors",
     "MismatchError": "unisono.errors",
+    "PackedList": "unisono.data.packed",
     "Replica": "unisono.replica",
     "Run": "unisono.run",
     "Synchronous": "unisono.strategies",
@@ -47,6 +49,7 @@ __all__ = [
     "JobError",
     "LoaderError",
     "MismatchError",
+    "PackedList",
     "Replica",
     "Run",
     "Synchronous",

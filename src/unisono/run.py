@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
 from unisono.agreement import Agreement
@@ -23,8 +23,15 @@ from unisono.audit import Audit, AuditSettings
 from unisono.cluster.connection import Connection, connect
 from unisono.cluster.environment import detect, sets_allocator, usable_cores
 from unisono.collectives.announce import Announcer
+from unisono.collectives.gather import gather_rows
+from unisono.data.batch import Batch
+from unisono.data.choice import make_loader
+from unisono.data.epochs import Options
 from unisono.data.loader import Loader
+from unisono.data.made import BatchMaker, Make
+from unisono.data.order import Selection
 from unisono.data.plan import AssignmentPlan
+from unisono.data.stream_loader import StreamLoader
 from unisono.device import choose_device, reproducible
 from unisono.errors import TransportError, UsageError
 from unisono.evaluation import evaluate
@@ -131,7 +138,8 @@ class Run:
         self._observers: list[Observer] = [observer]
         self._epoch = 0
         self._replicas: list[Replica] = []
-        self._loaders: list[Loader] = []
+        self._loaders: list[Loader | StreamLoader] = []
+        self._maker = BatchMaker(seed=seed, rank=self.rank, device=device)
         self._registered: dict[str, Stateful] = {}
         self._resources = ExitStack()
         self._closed = False
@@ -220,23 +228,30 @@ class Run:
         self,
         dataset: Any,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         micro_batches: int = MICRO_BATCHES,
+        sampler: Any = None,
+        batch_sampler: Any = None,
         shuffle: bool = False,
         drop_last: bool = False,
         num_workers: int = 0,
+        persistent_workers: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-    ) -> Loader:
+    ) -> Loader | StreamLoader:
         """Cut `dataset` into global batches; iterating yields one epoch of them, in a new order each time.
 
         Args:
-            dataset: has ``len`` and gives samples by index.
-            batch_size: samples in one global batch, over all workers.
+            dataset: has ``len`` and gives samples by index; or can only be iterated, see `StreamLoader`.
+            batch_size: samples in one global batch, over all workers. Left out with a `batch_sampler`.
             micro_batches: M, into how many parts each batch is cut. Part of the run's definition, like the
                 seed; workers share them out.
+            sampler: yields the indices of a whole epoch, for all workers together; listed once an epoch, under
+                random numbers that depend on the seed and the epoch only.
+            batch_sampler: yields lists of indices, the global batches of an epoch, of any sizes.
             shuffle: draw a new order for each epoch.
             drop_last: leave out a shorter last batch.
             num_workers: loader processes of this worker; 0 loads in the worker itself.
+            persistent_workers: keep them from epoch to epoch.
             collate_fn: makes a micro-batch from a list of samples; torch's own by default.
 
         Raises:
@@ -244,23 +259,46 @@ class Run:
         """
         if micro_batches < 1:
             raise UsageError(f"micro_batches={micro_batches}: expected at least 1.")
-        loader = Loader(
+        options: Options = {
+            "micro_batches": micro_batches,
+            "plan": AssignmentPlan(self._assign(micro_batches)),
+            "rank": self.rank,
+            "num_workers": num_workers,
+            "persistent_workers": persistent_workers,
+            "seed": self.seed,
+            "device": self.device,
+            "timeout_s": self._connection.step_timeout_s,
+            "name": f"loader {len(self._loaders)}",
+        }
+        loader = make_loader(
             dataset,
-            batch_size=batch_size,
-            micro_batches=micro_batches,
-            plan=AssignmentPlan(self._assign(micro_batches)),
-            rank=self.rank,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            num_workers=num_workers,
+            Selection(batch_size, shuffle, drop_last, sampler, batch_sampler),
             collate_fn=collate_fn,
-            seed=self.seed,
-            device=self.device,
-            timeout_s=self._connection.step_timeout_s,
-            name=f"loader {len(self._loaders)}",
+            exchange=self._exchange,
+            notify=self._notify,
+            **options,
         )
         self._loaders.append(loader)
         return loader
+
+    def batch(self, make: Make, micro_batches: int = MICRO_BATCHES, batch_size: int | None = None) -> Batch:
+        """Return a global batch of data that is made on the fly, each micro-batch by its owner.
+
+        Every rank calls this, in the same order. Micro-batches are made when the batch is first iterated, and
+        kept. Random numbers are those of the micro-batch, whoever makes it.
+
+        Args:
+            make: ``make(micro_batch)`` -> data; with a `batch_size` ``make(micro_batch, size)``.
+            micro_batches: M, how many are made.
+            batch_size: samples in the global batch, which decides how many each micro-batch has. Without it all
+                micro-batches weigh the same, unless the loss function returns weights.
+
+        Raises:
+            UsageError: an argument has no usable value; fewer micro-batches than workers.
+        """
+        if micro_batches < 1:
+            raise UsageError(f"micro_batches={micro_batches}: expected at least 1.")
+        return self._maker.batch(make, self._assign(micro_batches), batch_size)
 
     def evaluate(
         self,
@@ -365,6 +403,7 @@ class Run:
             "epoch": self._epoch,
             "replicas": [replica.state_dict() for replica in self._replicas],
             "loaders": [loader.state_dict() for loader in self._loaders],
+            "made": self._maker.count,
             "registered": {name: item.state_dict() for name, item in self._registered.items()},
         }
 
@@ -376,6 +415,7 @@ class Run:
         """
         self._check_state(state)
         self._epoch = state["epoch"]
+        self._maker.count = state["made"]
         for replica, part in zip(self._replicas, state["replicas"], strict=True):
             replica.load_state_dict(part)
         for loader, part in zip(self._loaders, state["loaders"], strict=True):
@@ -388,6 +428,8 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        for loader in self._loaders:
+            loader.close()
         for replica in self._replicas:
             replica.close()
         self._resources.close()
@@ -407,6 +449,8 @@ class Run:
             self._connection.fail(error, self._step)
             # Frees a reduction that still runs in the background, and the peers that it waits for.
             self._transport.abort(TransportError(f"rank {self.rank} left the run with {error!r}"))
+            for loader in self._loaders:  # nobody waits for what they are in the middle of
+                loader.close(kill=True)
         self.close()
 
     @property
@@ -419,6 +463,17 @@ class Run:
     def _emit(self, event: Event) -> None:
         for observer in self._observers:
             observer(event)
+
+    def _notify(self, line: str) -> None:
+        """Tell the user, once, what all workers know."""
+        if self.is_main:
+            self._emit(Notice(line))
+
+    def _exchange(self, table: Tensor, operation: str) -> None:
+        """Fill in the rows of `table` that other workers have. *Collective.*"""
+        with self._doing(operation):
+            self._announcer.call(operation)
+            gather_rows(self._transport, table)
 
     def _make_transport(self, backend: str | None) -> Transport:
         if self.world_size == 1:

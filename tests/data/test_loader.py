@@ -83,6 +83,22 @@ def test_a_batch_is_cut_evenly_and_says_how():
         assert len(loader) == 3
 
 
+def test_the_digest_of_a_batch_is_that_of_its_samples_on_every_worker():
+    def digests(shares, **options):
+        loaders = workers(24, shares, **options)
+        return [
+            {batch.digest for batch in batches} for _ in range(2) for batches in zip(*loaders, strict=True)
+        ]
+
+    alone = digests((4,), shuffle=True)
+    assert digests((2, 1, 1), shuffle=True) == alone
+    assert all(len(found) == 1 for found in alone)
+    others = [digests((4,)), digests((4,), shuffle=True, seed=1), digests((4,), shuffle=True, name="other")]
+    everything = [digest for run in (alone, *others) for found in run for digest in found]
+    assert len(set(everything)) == len(everything) == 24
+    assert all(0 <= digest < 2**63 for digest in everything)
+
+
 def test_empty_micro_batches_at_the_end_are_not_loaded():
     first, last = (list(loader) for loader in workers(9, (2, 2), batch_size=8))
     assert rows(first[1]) == {0: [8]}
@@ -196,19 +212,21 @@ def test_resuming_reads_no_sample_that_is_not_used():
             return index
 
     loader = make(Recording(1000), shares=(2, 2), batch_size=10)
-    loader.load_state_dict({"epoch": 3, "batch": 98, "num_samples": 1000, "batch_size": 10})
+    loader.load_state_dict(
+        {"epoch": 3, "batch": 98, "first_step": 300, "num_samples": 1000, "batch_size": 10}
+    )
     assert [batch.index for batch in loader] == [98, 99]
     assert read == [*range(980, 986), *range(990, 996)]
 
 
 def test_the_state_counts_batches_handed_out_and_not_those_read_ahead():
     loader = make(40, shares=(2,), num_workers=1)
-    cursor = {"num_samples": 40, "batch_size": 8}
-    assert loader.state_dict() == {"epoch": 0, "batch": 0, **cursor}
+    facts = {"num_samples": 40, "batch_size": 8}
+    assert loader.state_dict() == {"epoch": 0, "batch": 0, "first_step": 0, **facts}
     for batch in loader:
-        assert loader.state_dict() == {"epoch": 0, "batch": batch.index + 1, **cursor}
+        assert loader.state_dict() == {"epoch": 0, "batch": batch.index + 1, "first_step": 0, **facts}
         assert (loader.epoch, loader.step) == (0, batch.index + 1)
-    assert loader.state_dict() == {"epoch": 1, "batch": 0, **cursor}
+    assert loader.state_dict() == {"epoch": 1, "batch": 0, "first_step": 5, **facts}
 
 
 def test_after_a_break_the_next_loop_is_a_new_epoch_and_the_state_is_where_it_stopped():
@@ -216,8 +234,10 @@ def test_after_a_break_the_next_loop_is_a_new_epoch_and_the_state_is_where_it_st
     for batch in loader:
         if batch.index == 1:
             break
-    assert loader.state_dict() == {"epoch": 0, "batch": 2, "num_samples": 40, "batch_size": 8}
+    cursor = {"epoch": 0, "batch": 2, "first_step": 0}
+    assert loader.state_dict() == {**cursor, "num_samples": 40, "batch_size": 8}
     assert [(batch.epoch, batch.index) for batch in loader] == [(1, index) for index in range(5)]
+    assert loader.step == 7
 
 
 def test_a_state_of_other_data_is_refused_and_changes_nothing():
@@ -227,7 +247,7 @@ def test_a_state_of_other_data_is_refused_and_changes_nothing():
         ({"num_samples": 41}, "num_samples=41, this loader has 40"),
         ({"batch_size": 4}, "batch_size=4, this loader has 8"),
         ({"batch": 6}, "batch 6 is no place"),
-        ({"epoch": -1}, "epoch -1"),
+        ({"epoch": -1}, "epoch=-1"),
         ({"rank": 0}, "keys"),
     ):
         with pytest.raises(UsageError, match=message):

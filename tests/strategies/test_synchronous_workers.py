@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -240,7 +241,7 @@ def test_all_zero_weights_skip_the_step_on_every_worker(launch: Launch) -> None:
     assert launch(work, 2) == [(True, 1.0, 2, True)] * 2
 
 
-@pytest.mark.parametrize("what", ["sizes", "parameters", "values", "one worker"])
+@pytest.mark.parametrize("what", ["sizes", "samples", "parameters", "values", "one worker"])
 def test_workers_that_are_at_different_batches_or_train_other_parameters_get_an_error(
     launch: Launch, what: str
 ) -> None:
@@ -255,11 +256,11 @@ def test_workers_that_are_at_different_batches_or_train_other_parameters_get_an_
             elif what == "one worker" and run.rank:
                 model[1].w = nn.Parameter(torch.zeros(()))
             parts = [torch.ones(2), torch.ones(2 + run.rank * (what == "sizes"))]
+            batch = global_batch(parts, shares=[1, 1], rank=run.rank, nominal=2)
+            if what == "samples":
+                batch = dataclasses.replace(batch, digest=run.rank)
             with pytest.raises(MismatchError) as caught:
-                replica.step(
-                    global_batch(parts, shares=[1, 1], rank=run.rank, nominal=2),
-                    lambda model, y: model[0].loss(y) + model[1].loss(y),
-                )
+                replica.step(batch, lambda model, y: model[0].loss(y) + model[1].loss(y))
             return str(caught.value)
 
     first, second = launch(work, 2, what)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ class Batch:
         nominal_weight: samples in a micro-batch of a full batch (batch_size / M; may be a fraction).
         data: micro-batch number -> its collated data on the host, for this worker's non-empty micro-batches.
         device: where iterating moves tensors to, one micro-batch at a time; None leaves them.
+        digest: 63 bits that stand for which samples of which epoch the whole global batch has; the same on
+            every worker.
     """
 
     epoch: int
@@ -36,6 +40,7 @@ class Batch:
     nominal_weight: float
     data: Mapping[int, Any]
     device: torch.device | None = None
+    digest: int = 0
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         for micro_batch in sorted(self.data):
@@ -50,6 +55,20 @@ class Batch:
             f"Batch(epoch={self.epoch}, index={self.index}, {len(self)} samples in {len(self.sizes)} "
             f"micro-batches, rank {self.rank} holds {sorted(self.data)})"
         )
+
+
+def batch_digest(seed: int, epoch: int, batch: int, numbers: Iterable[int]) -> int:
+    """Return 63 bits that stand for a global batch: where it comes from and which samples it has. Pure.
+
+    Some 8 us for 256 samples.
+
+    Args:
+        seed: of the loader; with the other numbers it decides what augmentation draws.
+        numbers: indices of the samples in their order, below 2**63; or their counts, where they have no index.
+    """
+    message = array("q", (seed, epoch, batch))
+    message.extend(numbers)
+    return int.from_bytes(hashlib.blake2b(message.tobytes(), digest_size=8).digest(), "little") >> 1
 
 
 def move(data: Any, device: torch.device | None) -> Any:

@@ -1,50 +1,31 @@
-"""The loader: global batches of one epoch after another, of which this worker loads only its own parts."""
+"""The loader of what is read by index: global batches, of which this worker loads only its own parts."""
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Unpack
 
-import torch
-
-from unisono.data.batch import Batch
-from unisono.data.order import Order
-from unisono.data.processes import LoaderProcesses
+from unisono.data.batch import Batch, batch_digest
+from unisono.data.epochs import Cursor, EpochLoader, EpochLoop, Options
+from unisono.data.order import Selection
 from unisono.data.samples import Collate, Samples, Task
 from unisono.errors import UsageError
 from unisono.grid import Assignment, cut
-from unisono.randomness import derive
 
 
-class Plan(Protocol):
-    """Says who owns what at a step."""
-
-    def at(self, step: int) -> Assignment: ...
-
-
-class Loader:
-    """Iterate over global batches; every worker's loop sees the same batches and loads its own micro-batches.
-
-    A ``for`` loop is one epoch. The next loop is the next epoch with a new order, also after a ``break``;
-    after `load_state_dict` it goes on where the state was taken. Nothing has to be told to it.
+class Loader(EpochLoader):
+    """Iterate over global batches of a dataset that is read by index; see `EpochLoader`.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``; the same on every worker.
-        batch_size: samples in a global batch, over all workers.
-        micro_batches: parts that a global batch is cut into; part of the run's definition.
-        plan: says who owns which micro-batches at step ``epoch * len(loader) + batch``.
-        rank: this worker.
+        batch_size: samples in a global batch, over all workers; left out with a `batch_sampler`.
         shuffle: a new order every epoch; else the dataset's own.
         drop_last: leave out the short batch at the end of an epoch.
-        num_workers: loader processes of this worker; 0 loads in the main process.
+        sampler: yields the indices of an epoch, for all workers; see `unisono.data.samplers`.
+        batch_sampler: yields lists of indices, the global batches of an epoch.
         collate_fn: list of samples -> data of a micro-batch; None for torch's `default_collate`.
-        seed: of the order and of the samples' random numbers; below 2**63.
-        device: where a batch moves its tensors to when it is iterated.
-        prefetch_factor: micro-batches that each loader process works ahead.
-        timeout_s: how long to wait for one micro-batch of a loader process.
-        name: loaders of different names have different orders and random numbers.
+        options: see `EpochLoader`.
 
     Raises:
         UsageError: anything above can't be used; no process was started.
@@ -54,147 +35,62 @@ class Loader:
         self,
         dataset: Any,
         *,
-        batch_size: int,
-        micro_batches: int,
-        plan: Plan,
-        rank: int = 0,
+        batch_size: int | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
-        num_workers: int = 0,
+        sampler: Any = None,
+        batch_sampler: Any = None,
         collate_fn: Collate | None = None,
-        seed: int = 0,
-        device: torch.device | None = None,
-        prefetch_factor: int = 2,
-        timeout_s: float = 1800.0,
-        name: str = "train",
+        **options: Unpack[Options],
     ) -> None:
-        for label, value, least in (
-            ("micro_batches", micro_batches, 1),
-            ("num_workers", num_workers, 0),
-            ("prefetch_factor", prefetch_factor, 1),
-        ):
-            if value < least:
-                raise UsageError(f"{label}={value}: expected at least {least}.")
-        if not timeout_s > 0:
-            raise UsageError(f"timeout_s={timeout_s}: expected more than 0 seconds.")
-        own_seed = derive(seed, "loader", name) >> 1
-        self._samples = Samples(dataset, collate_fn, own_seed)
-        self._order = Order(len(dataset), batch_size, shuffle=shuffle, drop_last=drop_last, seed=own_seed)
-        self.micro_batches = micro_batches
-        self.rank = rank
-        self.plan = plan
-        self.device = device
-        self.name = name
-        self._num_workers = num_workers
-        self._prefetch_factor = prefetch_factor
-        self._timeout_s = timeout_s
-        self._epoch = 0
-        self._batch = 0
-        self._resumed = True
-        self._loop: weakref.ref[_Loop] | None = None
-        self._check(plan.at(0))
+        super().__init__(**options)
+        self.samples = Samples(dataset, collate_fn, self.seed)
+        selection = Selection(batch_size, shuffle, drop_last, sampler, batch_sampler)
+        self.order = selection.order(len(dataset), seed=self.seed, device=self.device)
 
     def __len__(self) -> int:
-        """Number of global batches in an epoch."""
-        return self._order.num_batches
+        """Number of global batches in the current epoch."""
+        return self.order.num_batches(self.epoch)
 
     @property
-    def batch_size(self) -> int:
-        """Samples in a full global batch."""
-        return self._order.batch_size
+    def batch_size(self) -> int | None:
+        """Samples in a full global batch; None where a batch sampler says."""
+        return self.order.batch_size
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the batch that was handed out last; before the first of an epoch, that epoch."""
-        return self._epoch
+    def _begin(self, cursor: Cursor) -> EpochLoop:
+        num_batches = self.order.num_batches(cursor.epoch)
+        self._check_batch(cursor, num_batches)
+        return _Loop(self, cursor, num_batches)
 
-    @property
-    def step(self) -> int:
-        """How many batches were handed out since the start of the run, broken-off epochs counted whole."""
-        return self._epoch * len(self) + self._batch
+    def _facts(self) -> dict[str, int]:
+        return {"num_samples": self.order.num_samples, "batch_size": self.batch_size or 0}
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Begin an epoch, or go on where a loaded state stands. Ends a loop over this loader that is open."""
-        self._end_loop()
-        if self._batch and not self._resumed:
-            self._epoch, self._batch = self._epoch + 1, 0
-        self._resumed = False
-        loop = _Loop(self, self._epoch, self._batch)
-        self._loop = weakref.ref(loop)
-        return loop
+    def _check_cursor(self, cursor: Cursor) -> None:
+        # A sampler may depend on what is only restored after this loader; its epochs are checked when begun.
+        if not self.order.varies:
+            self._check_batch(cursor, self.order.num_batches(cursor.epoch))
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the cursor: a few integers, the same on every worker.
-
-        ``batch`` counts the batches of ``epoch`` that were handed out, not what was read ahead.
-        """
-        return {
-            "epoch": self._epoch,
-            "batch": self._batch,
-            "num_samples": self._order.num_samples,
-            "batch_size": self.batch_size,
-        }
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on at the cursor with the next loop, at any world size. Nothing is read again to get there.
-
-        A state taken after the last batch of an epoch gives a loop without batches, so that what the script
-        does at the end of an epoch is done; the loop after it is the next epoch.
-
-        Raises:
-            UsageError: the state is of another dataset or batch size, or not a cursor; nothing was changed.
-        """
-        expected = self.state_dict()
-        if state.keys() != expected.keys():
+    def _check_batch(self, cursor: Cursor, num_batches: int) -> None:
+        if cursor.batch > num_batches:
             raise UsageError(
-                f"loader {self.name!r}: a state with keys {sorted(state)}, expected {sorted(expected)}."
+                f"loader {self.name!r}: epoch {cursor.epoch}, batch {cursor.batch} is no place in an epoch of "
+                f"{num_batches} batches."
             )
-        for key in ("num_samples", "batch_size"):
-            if state[key] != expected[key]:
-                raise UsageError(
-                    f"loader {self.name!r}: the state was taken with {key}={state[key]}, this loader has "
-                    f"{expected[key]}: the rest of the epoch would be other samples. Use the same dataset "
-                    f"and global batch size."
-                )
-        if state["epoch"] < 0 or not 0 <= state["batch"] <= len(self):
-            raise UsageError(
-                f"loader {self.name!r}: epoch {state['epoch']}, batch {state['batch']} is no place in epochs "
-                f"of {len(self)} batches."
-            )
-        self._end_loop()
-        self._epoch, self._batch, self._resumed = state["epoch"], state["batch"], True
 
-    def _end_loop(self) -> None:
-        loop = None if self._loop is None else self._loop()
-        if loop is not None:
-            loop.close()
-        self._loop = None
-
-    def _check(self, assignment: Assignment) -> Assignment:
-        if assignment.num_micro_batches != self.micro_batches:
-            raise UsageError(
-                f"loader {self.name!r} cuts a batch into {self.micro_batches} micro-batches, the assignment "
-                f"is over {assignment.num_micro_batches}."
-            )
-        if not 0 <= self.rank < assignment.world_size:
-            raise UsageError(
-                f"loader {self.name!r} is on rank {self.rank}, the assignment is for "
-                f"{assignment.world_size} workers."
-            )
-        return assignment
-
-    def _cut(self, epoch: int, batch: int) -> _Cut:
+    def cut(self, cursor: Cursor) -> _Cut:
         """Return how a batch is cut and what of it is this worker's, by the plan as it stands now."""
-        assignment = self._check(self.plan.at(epoch * len(self) + batch))
-        indices = self._order.indices(epoch, batch)
+        epoch, batch, _ = cursor
+        assignment = self.assignment(cursor.step)
+        indices = self.order.indices(epoch, batch)
         parts = cut(len(indices), self.micro_batches)
-        position = batch * self.batch_size
+        position = self.order.position(epoch, batch)
         own = {
             number: Task(epoch, batch, number, position + part.start, indices[part.start : part.stop])
             for number in assignment.micro_batches(self.rank)
             if (part := parts[number])
         }
-        return _Cut(assignment, tuple(len(part) for part in parts), own)
+        digest = batch_digest(self.seed, epoch, batch, indices)
+        return _Cut(assignment, tuple(len(part) for part in parts), own, digest)
 
 
 class _Cut(NamedTuple):
@@ -203,98 +99,62 @@ class _Cut(NamedTuple):
     assignment: Assignment
     sizes: tuple[int, ...]
     own: dict[int, Task]  # micro-batch -> task; non-empty ones, ascending
+    digest: int
 
 
-class _Loop(Iterator[Batch]):
-    """One loop over a loader, from a cursor to the end of the epoch. Owns the loader processes."""
+class _Loop(EpochLoop):
+    """One loop over a loader."""
 
-    def __init__(self, loader: Loader, epoch: int, batch: int) -> None:
+    def __init__(self, loader: Loader, cursor: Cursor, num_batches: int) -> None:
+        super().__init__(loader, cursor)
         self._loader = loader
-        self._epoch = epoch
-        self._batch = batch
-        self._ended = False
+        self._num_batches = num_batches
         # What the processes were given, in order, and have not yet handed back.
         self._dispatched: deque[Task] = deque()
-        self._processes = self._start() if loader._num_workers and batch < len(loader) else None
+        if loader.num_workers and cursor.batch < num_batches:
+            tasks = _dispatch(loader, cursor, num_batches, self._dispatched)
+            self._processes = loader.start(loader.samples, tasks, loader.num_workers)
 
-    def _start(self) -> LoaderProcesses:
-        loader = self._loader
-        return LoaderProcesses(
-            loader._samples,
-            _dispatch(loader, self._epoch, self._batch, self._dispatched),
-            num_workers=loader._num_workers,
-            rank=loader.rank,
-            prefetch_factor=loader._prefetch_factor,
-            timeout_s=loader._timeout_s,
-            pin_memory=loader.device is not None and loader.device.type == "cuda",
-        )
-
-    def __next__(self) -> Batch:
-        loader = self._loader
-        if self._batch == len(loader) and not self._ended:
-            self.close()
-            loader._epoch, loader._batch = self._epoch + 1, 0
-        if self._ended:
-            self._check_not_replaced()
-            raise StopIteration
-        try:
-            batch = self._load()
-        except BaseException:
-            self.close(kill=True)
-            raise
-        self._batch += 1
-        loader._epoch, loader._batch = self._epoch, self._batch
-        return batch
-
-    def _check_not_replaced(self) -> None:
-        if self._batch < len(self._loader):
-            raise UsageError(
-                f"this loop over loader {self._loader.name!r} was ended at batch {self._batch}, by an error, "
-                f"by load_state_dict, or by another loop over the same loader: one loop at a time."
-            )
-
-    def _load(self) -> Batch:
-        loader = self._loader
-        assignment, sizes, own = loader._cut(self._epoch, self._batch)
+    def _load(self) -> Batch | None:
+        loader, cursor = self._loader, self._cursor
+        if cursor.batch == self._num_batches:
+            return None
+        assignment, sizes, own, digest = loader.cut(cursor)
         data = self._collect() if self._processes is not None else {}
         # Those that moved here after the processes had been given this batch; without processes, all.
         missing = [task for number, task in own.items() if number not in data]
-        data.update(loader._samples.load_here(missing, loader.device))
+        data.update(loader.samples.load_here(missing, loader.device))
         return Batch(
-            epoch=self._epoch,
-            index=self._batch,
+            epoch=cursor.epoch,
+            index=cursor.batch,
             assignment=assignment,
             rank=loader.rank,
             sizes=sizes,
-            nominal_weight=loader.batch_size / loader.micro_batches,
+            nominal_weight=(loader.batch_size or sum(sizes)) / loader.micro_batches,
             data={number: data[number] for number in own},
             device=loader.device,
+            digest=digest,
         )
 
     def _collect(self) -> dict[int, Any]:
         """Take from the processes what they were given of this batch, wanted or not."""
         assert self._processes is not None
         data = {}
-        while self._dispatched and self._dispatched[0].batch == self._batch:
+        while self._dispatched and self._dispatched[0].batch == self._cursor.batch:
             data[self._dispatched.popleft().micro_batch] = next(self._processes)
         return data
 
-    def close(self, *, kill: bool = False) -> None:
-        """End the loop and its processes."""
-        self._ended = True
-        if self._processes is not None:
-            self._processes.close(kill=kill)
 
-
-def _dispatch(loader: Loader, epoch: int, first: int, dispatched: deque[Task]) -> Iterator[Task]:
-    """Yield this worker's tasks from batch `first` on, and note them in `dispatched`.
+def _dispatch(loader: Loader, cursor: Cursor, num_batches: int, dispatched: deque[Task]) -> Iterator[Task]:
+    """Yield this worker's tasks from `cursor` to the end of the epoch, and note them in `dispatched`.
 
     A function of its own, not a method of the loop: the loop must not be part of a reference cycle, so that
     a ``break`` ends the processes at once. A batch of which nothing is this worker's yields an empty task,
     which keeps the processes from running ahead through the whole epoch.
     """
-    for batch in range(first, len(loader)):
-        own = loader._cut(epoch, batch).own
-        for task in own.values() or (Task(epoch, batch, -1, 0, []),):
+    while cursor.batch < num_batches:
+        own = loader.cut(cursor).own
+        for task in own.values() or (Task(cursor.epoch, cursor.batch, -1, 0, []),):
             dispatched.append(task)
             yield task
+        cursor = cursor.after_batch()

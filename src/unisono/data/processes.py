@@ -19,16 +19,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch.utils.data import DataLoader
 
 from unisono.data.child_watch import Children, watch
 from unisono.data.parcel import pack, unpack
-from unisono.data.samples import Samples, Task
 from unisono.errors import LoaderError
 from unisono.randomness import seed_all
 
@@ -36,40 +35,51 @@ PR_SET_PDEATHSIG = 1
 LOOK_EVERY_S = 5.0
 
 
-class LoaderProcesses:
-    """Yield the data of `tasks`, in their order; None for a task without indices.
+class Source(Protocol):
+    """What loads tasks; a copy of it is in every process. What a task is, is between it and who yields tasks."""
 
-    Tasks are drawn on the caller's thread, ``num_workers * prefetch_factor`` ahead of what was yielded.
+    def load(self, task: Any, seed_generators: Callable[[int], None]) -> Any: ...
+
+
+class LoaderProcesses:
+    """Yield what `source` loads for each of `tasks`, in their order.
+
+    Tasks are drawn on the caller's thread, ``num_workers * prefetch_factor`` ahead of what was yielded. They go
+    to the processes in turn: task k to process k modulo `num_workers`.
 
     Args:
-        samples: what to load from.
-        tasks: one micro-batch each.
+        source: what to load from.
+        tasks: one piece of work each, a micro-batch for example.
         num_workers: processes, forked here; at least 1.
         rank: this worker, for messages.
         prefetch_factor: tasks that each process works ahead.
         timeout_s: how long to wait for one task.
         pin_memory: put tensors into page-locked memory, for copies to an accelerator.
+        persistent: the processes outlive their tasks; `restart` gives them others.
     """
 
     def __init__(
         self,
-        samples: Samples,
-        tasks: Iterable[Task],
+        source: Source,
+        tasks: Iterable[Any],
         *,
         num_workers: int,
         rank: int,
         prefetch_factor: int = 2,
         timeout_s: float = 1800.0,
         pin_memory: bool = False,
+        persistent: bool = False,
     ) -> None:
+        self.num_workers = num_workers
         self._rank = rank
         self._timeout_s = timeout_s
         self._look_every_s = min(LOOK_EVERY_S, timeout_s)
         self._pid = os.getpid()
+        self._tasks = _Tasks(tasks)
         loader: DataLoader[Any] = DataLoader(
-            _InChild(samples, by_value=not pin_memory),  # type: ignore[arg-type]
+            _InChild(source, by_value=not pin_memory),  # type: ignore[arg-type]
             batch_size=None,
-            sampler=tasks,
+            sampler=self._tasks,
             num_workers=num_workers,
             collate_fn=_unchanged,
             pin_memory=pin_memory,
@@ -79,8 +89,10 @@ class LoaderProcesses:
             # Its own: torch would draw a seed from the global generator and so change the user's numbers.
             generator=torch.Generator(),
             prefetch_factor=prefetch_factor,
+            persistent_workers=persistent,
         )
         iterator: Any = iter(loader)
+        self._loader = loader if persistent else None
         self._iterator = iterator
         self._children = Children(iterator._workers, rank=rank)
         watch(self._children)
@@ -107,6 +119,32 @@ class LoaderProcesses:
                 raise data.restore(self._rank)
             return unpack(data)
 
+    def restart(self, tasks: Iterable[Any]) -> bool:
+        """Give persistent processes other tasks, after they have done those that they were given. *Blocking.*
+
+        Returns:
+            False if they did not come to an end within a few seconds; they can only be closed then.
+
+        Raises:
+            LoaderError: a process died.
+        """
+        assert self._loader is not None
+        self._tasks.tasks = tasks
+        try:
+            iter(self._loader)  # torch's own way: it throws away what is left, and begins anew
+        except (RuntimeError, OSError, EOFError) as error:
+            death = self._children.death()
+            self.close(kill=True)
+            if isinstance(error, LoaderError):
+                raise
+            if death is not None:
+                raise LoaderError(death) from error
+            return False
+        except BaseException:
+            self.close(kill=True)
+            raise
+        return True
+
     def _explain(self, error: Exception, began: float, asked: float) -> None:
         """Raise the right error for one of torch's; return if it was only time to look for deaths."""
         if isinstance(error, LoaderError):
@@ -126,7 +164,7 @@ class LoaderProcesses:
 
     def close(self, *, kill: bool = False) -> None:
         """End the processes and wait until they are gone; with `kill` in the middle of a sample."""
-        iterator, self._iterator = self._iterator, None
+        iterator, self._iterator, self._loader = self._iterator, None, None
         if iterator is None or os.getpid() != self._pid:
             return
         self._children.closing = True
@@ -179,18 +217,26 @@ def _portable(error: BaseException) -> Exception | None:
     return error if type(restored) is type(error) else None
 
 
+class _Tasks:
+    """An iterable of tasks that can be exchanged for another one."""
+
+    def __init__(self, tasks: Iterable[Any]) -> None:
+        self.tasks = tasks
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tasks)
+
+
 class _InChild:
     """The dataset that torch's loop reads in a loader process: a task in, a micro-batch out."""
 
-    def __init__(self, samples: Samples, *, by_value: bool) -> None:
-        self._samples = samples
+    def __init__(self, source: Source, *, by_value: bool) -> None:
+        self._source = source
         self._by_value = by_value
 
-    def __getitem__(self, task: Task) -> Any:
-        if not task.indices:
-            return None
+    def __getitem__(self, task: Any) -> Any:
         try:
-            data = self._samples.load(task, seed_all)
+            data = self._source.load(task, seed_all)
             # Not if torch is to pin it: that happens on the way.
             return pack(data) if self._by_value else data
         except (Exception, SystemExit) as error:

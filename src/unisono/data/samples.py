@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from unisono.data.packed import PackedList
 from unisono.errors import UsageError
 from unisono.randomness import derive, keyed
 
@@ -54,11 +55,13 @@ class Samples:
         self._keyed_collate = collate_fn is not None
 
     def load(self, task: Task, seed_generators: Callable[[int], None]) -> Any:
-        """Return the collated data of one micro-batch. The caller restores the generators.
+        """Return the collated data of one micro-batch, None if it is empty. The caller restores the generators.
 
         Raises:
             Exception: whatever the dataset or the collation raises, with a note on what was being loaded.
         """
+        if not task.indices:
+            return None
         try:
             return self._collated(task, self._read(task, seed_generators), seed_generators)
         except StopIteration as error:
@@ -127,4 +130,4 @@ def draws_nothing(dataset: Any) -> bool:
         return draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:
         return all(draws_nothing(part) for part in dataset.datasets)
-    return type(dataset) in (TensorDataset, torch.Tensor, list, tuple, range)
+    return type(dataset) in (TensorDataset, torch.Tensor, PackedList, list, tuple, range)

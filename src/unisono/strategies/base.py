@@ -30,6 +30,7 @@ class GlobalBatch(Protocol):
         assignment: who owns which micro-batch in this step.
         sizes: number of samples of every micro-batch of the grid, own or not.
         nominal_weight: number of samples of a micro-batch of a full batch, a fraction where M does not divide it.
+        digest: 63 bits that stand for which samples these are, all of them; the same on all ranks.
     """
 
     @property
@@ -38,6 +39,8 @@ class GlobalBatch(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
     @property
     def nominal_weight(self) -> float: ...
+    @property
+    def digest(self) -> int: ...
     def __iter__(self) -> Iterator[tuple[int, Any]]: ...
 
 

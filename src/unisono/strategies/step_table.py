@@ -146,9 +146,10 @@ class StepTable:
             if signature != ran[0][1]:
                 raise MismatchError(
                     f"step {step}: rank {owners[index]} (micro-batch {index}) and rank {owners[ran[0][0]]} "
-                    f"(micro-batch {ran[0][0]}) are not at the same step of the same run: their global batches have "
-                    f"other sizes, or they train other parameters, or from other values. Load the same data with the "
-                    f"same settings on every rank, and freeze or replace the same parameters in the same way."
+                    f"(micro-batch {ran[0][0]}) are not at the same step of the same run: their global batches "
+                    f"have other sizes or samples, or they train other parameters, or from other values. Load the "
+                    f"same data with the same settings on every rank, and freeze or replace the same parameters "
+                    f"in the same way."
                 )
 
     def check_weights_agree(self) -> None:

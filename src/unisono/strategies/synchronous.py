@@ -353,6 +353,7 @@ class SynchronousEngine:
             assignment.owners,
             batch.sizes,
             batch.nominal_weight,
+            batch.digest,
             self._gradients.digest,
         )
         return _Pass(batch, step, new_table(shape), shape, signature, merges, self._overlap)
