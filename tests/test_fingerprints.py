@@ -71,3 +71,8 @@ def test_bytes_of_any_tensor_are_those_of_its_row_major_copy(build: Callable[[],
     tensor = build()
     copy = tensor.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg().flatten()
     assert bytes(raw_bytes(tensor)) == bytes(copy.view(torch.uint8).tolist())
+
+
+def test_one_element_of_a_larger_tensor_has_bytes() -> None:
+    column = torch.arange(4).reshape(2, 2)[:1, 1:]
+    assert bytes(raw_bytes(column)) == (1).to_bytes(8, "little")

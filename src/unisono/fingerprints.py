@@ -46,4 +46,6 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
+    if flat.numel() == 1:  # any stride is contiguous then, but not to `view`
+        flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8).numpy().data

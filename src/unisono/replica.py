@@ -15,7 +15,9 @@ from unisono.collectives.announce import Announcer
 from unisono.errors import UsageError
 from unisono.events import Event, Notice, StepFinished
 from unisono.gradients.accumulation import Window
+from unisono.gradients.buckets import HALVES
 from unisono.gradients.clipping import clip_by_norm, clip_by_value
+from unisono.gradients.master_weights import MasterWeights
 from unisono.gradients.parameters import TrainedParameters, outside_parameters
 from unisono.loss_scale import LossScale, are_finite
 from unisono.strategies.base import (
@@ -57,6 +59,7 @@ class Replica:
         clip_norm: ClipNorm,
         clip_value: float | None,
         scaler: torch.amp.GradScaler | None,
+        master_weights: bool,
         transport: Transport,
         announcer: Announcer,
         operations: Operations,
@@ -83,9 +86,12 @@ class Replica:
         self._failure: Exception | None = None
         self._in_step = False
         self._scale = LossScale(scaler, device)
+        self._masters = MasterWeights(lambda: self.optimizers if master_weights else ())
         self._parameters = TrainedParameters(
-            model, lambda: self.optimizers, lambda message: emit(Notice(message))
+            model, lambda: self.optimizers, lambda message: emit(Notice(message)), self._masters.parameter_of
         )
+        if not master_weights:
+            self._warn_of_halves()
         self._engine = strategy.bind(
             ReplicaContext(
                 number=number,
@@ -96,6 +102,7 @@ class Replica:
                 operations=operations,
                 device=device,
                 seed=seed,
+                float32_gradients=master_weights,
             )
         )
 
@@ -242,6 +249,7 @@ class Replica:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
         self._num_batches = state["num_batches"]
         self._engine.load_state_dict(state["strategy"])
+        self._masters.push()
 
     def close(self) -> None:
         """Take everything off the model that was put on it."""
@@ -266,6 +274,8 @@ class Replica:
         if embed is None:
             loss_fn = self._before_step(self, batch, loss_fn)
         self._norm_is_finite = True
+        self._masters.attach()
+        self._masters.pull()
         if window.weight:
             window.hold(self._trained())
         with self._others_untouched():
@@ -286,6 +296,7 @@ class Replica:
         window.is_finite = window.is_finite and result.is_finite
         if result.skipped is None:
             window.add(self._trained() if window.weight else (), loss=result.loss, weight=result.weight)
+            self._masters.take_gradients()
         else:
             window.skipped = result.skipped
             window.release()
@@ -303,6 +314,16 @@ class Replica:
         finally:
             for parameter, gradient in others:
                 parameter.grad = gradient
+
+    def _warn_of_halves(self) -> None:
+        dtypes = {str(p.dtype).removeprefix("torch.") for _, p in self._parameters() if p.dtype in HALVES}
+        if dtypes:
+            self._emit(
+                Notice(
+                    f"parameters are {' and '.join(sorted(dtypes))}: updates much smaller than a weight are lost. "
+                    f"run.replicate(..., master_weights=True) updates float32 copies, from float32 gradients."
+                )
+            )
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._parameters()]
@@ -338,6 +359,7 @@ class Replica:
         self._operations.enter("update", self.num_steps, waits=False)
         for optimizer in self.optimizers:
             optimizer.step()
+        self._masters.push()
         self._operations.leave()
 
     def _finish(self, window: Window, skipped: str | None) -> None:
@@ -363,6 +385,7 @@ class Replica:
 
         def closure() -> float:
             self._window = None
+            self._masters.push()
             window = Window()
             self._evaluate(batch, loss_fn, embed, window)
             windows.append(window)
@@ -371,7 +394,10 @@ class Replica:
             return window.loss
 
         (optimizer,) = self.optimizers
+        self._masters.attach()
+        self._masters.pull()
         optimizer.step(closure)
+        self._masters.push()
         self._num_batches += 1
         first = windows[0]
         self._finish(first, first.skipped)

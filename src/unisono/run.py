@@ -177,6 +177,7 @@ class Run:
         clip_norm: ClipNorm = None,
         clip_value: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        master_weights: bool = False,
     ) -> Replica:
         """Train `model` with all workers; they all start from rank 0's weights.
 
@@ -191,6 +192,8 @@ class Run:
             clip_value: limit each element of the gradient of every step to this magnitude.
             scaler: scale the loss for float16, as ``torch.amp.GradScaler(run.device.type)``. Gradients are unscaled
                 when `Replica.backward` returns; a step of which the gradient isn't finite is skipped.
+            master_weights: let the optimizers update float32 copies of parameters of 16 bits, from gradients that are
+                added up in float32. Their groups then hold the copies.
 
         Raises:
             UsageError: a parameter is on another device.
@@ -213,6 +216,7 @@ class Run:
             clip_norm=clip_norm,
             clip_value=clip_value,
             scaler=scaler,
+            master_weights=master_weights,
             transport=self._transport,
             announcer=self._announcer,
             operations=self._connection,

@@ -3,13 +3,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unisono.errors import UsageError
 from unisono.gradients.buckets import Bucket, plan_buckets
 from unisono.gradients.partial_sums import PartialSums, count_merges
 from unisono.grid import Assignment, Block, assign, root, tree_sum
@@ -121,14 +119,6 @@ def test_gaps_between_slots_stay_zero() -> None:
         (total,) = sums.partials().values()
         assert total.isinf().sum() == sum(SIZES)
         assert total[total.isfinite()].eq(0).all()
-
-
-def test_sparse_gradients_are_refused_with_what_to_do() -> None:
-    sums = PartialSums(bucket_of())
-    sums.begin(count_merges([root(1)], 1))
-    sparse = torch.zeros(SIZES[0]).to_sparse()
-    with pytest.raises(UsageError, match="sparse=False"):
-        sums.absorb(0, [sparse, None, None])
 
 
 def test_merges_of_a_block_count_the_nodes_that_end_at_each_micro_batch() -> None:

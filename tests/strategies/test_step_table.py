@@ -31,7 +31,9 @@ def row(**changes: Any) -> Row:
         "digests": [],
         "signature": 5,
     }
-    return Row(**(given | changes))
+    given |= changes
+    given.setdefault("sparse", [False] * len(given["present"]))
+    return Row(**given)
 
 
 def table_of(rows: list[Row | None], *, parameters: int = 0, averaged: int = 0, others: int = 0) -> StepTable:
@@ -123,3 +125,14 @@ def test_rows_of_different_steps_are_refused() -> None:
     table_of([row(), None, row()]).check_signatures_agree([0, 1, 1], step=3)
     with pytest.raises(MismatchError, match=r"step 3: rank 1 \(micro-batch 2\) and rank 0 \(micro-batch 0\)"):
         table_of([row(), None, row(signature=6)]).check_signatures_agree([0, 1, 1], step=3)
+
+
+def test_gradients_are_sparse_if_all_that_there_are_are_sparse() -> None:
+    shape = TableShape(3, 4, 0, 0)
+    table = new_table(shape)
+    write_row(table, 0, row(present=[True, True, True, False], sparse=[True, True, False, False]))
+    write_row(table, 1, row(present=[True, True, False, False], sparse=[True, False, False, False]))
+    found = StepTable(table, shape)
+    assert found.wrongly_planned([]) == {0: True}
+    assert found.wrongly_planned([0, 3]) == {}
+    assert found.wrongly_planned([1, 2]) == {0: True, 1: False, 2: False}

@@ -339,13 +339,6 @@ def test_a_loss_function_that_begins_to_return_weights_is_still_averaged_right(r
     assert model.w.item() == pytest.approx(3.0)
 
 
-def test_sparse_gradients_are_refused_with_what_to_do(run: unisono.Run) -> None:
-    model = nn.Embedding(4, 1, sparse=True)
-    replica = run.replicate(model, sgd(model))
-    with pytest.raises(UsageError, match="sparse=False"):
-        replica.step(global_batch([torch.tensor([1, 2])]), square_loss)
-
-
 def test_what_the_loss_function_returns_is_checked(run: unisono.Run) -> None:
     model = network()
     replica = run.replicate(model, sgd(model))

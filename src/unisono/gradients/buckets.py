@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 64
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,11 @@ def plan_buckets(
     order: Iterable[int] | None = None,
     bucket_bytes: int,
     first_bucket_bytes: int,
+    float32_sums: bool = False,
 ) -> tuple[Bucket, ...]:
     """Distribute `tensors` over buckets, in `order` (last to first by default, as backward reaches them).
+
+    With `float32_sums` those of 16 bits lie in buckets of float32.
 
     A bucket is closed when it has reached its size; each dtype and device fills buckets of its own, and the
     first bucket of each is small so that communication can start early. Pure.
@@ -63,8 +67,8 @@ def plan_buckets(
 
     for index in indices:
         tensor = tensors[index]
-        key = (tensor.dtype, tensor.device)
-        item_bytes = tensor.element_size()
+        key = (sum_dtype(tensor, float32_sums=float32_sums), tensor.device)
+        item_bytes = key[0].itemsize
         offset = sizes.get(key, 0)
         open_slots.setdefault(key, []).append(Slot(index, offset, tensor.shape, _dense_stride(tensor)))
         align = max(1, ALIGNMENT_BYTES // item_bytes)
@@ -74,6 +78,11 @@ def plan_buckets(
     for key in list(open_slots):
         close(key)
     return tuple(buckets)
+
+
+def sum_dtype(tensor: Tensor, *, float32_sums: bool) -> torch.dtype:
+    """Return the dtype in which gradients of `tensor` are added up."""
+    return torch.float32 if float32_sums and tensor.dtype in HALVES else tensor.dtype
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ def clip_by_norm(gradients: list[Tensor], max_norm: float) -> float:
     Returns:
         The norm before clipping; nan if any gradient isn't finite, and then nothing is scaled.
     """
+    gradients = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
     norm = gradient_norm(gradients)
     if norm > max_norm:
         torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))

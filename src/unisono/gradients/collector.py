@@ -10,7 +10,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,18 +18,35 @@ from torch import Tensor, nn
 
 from unisono.gradients.buckets import Bucket
 from unisono.gradients.partial_sums import PartialSums
+from unisono.gradients.sparse_sums import SparseSums
 
 
 class GradientCollector:
-    """Collects the gradients of one set of parameters into `buckets`; `close` takes its hooks off again."""
+    """Collects the gradients of one set of parameters into `buckets`; `close` takes its hooks off again.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], buckets: Sequence[Bucket]) -> None:
+    Args:
+        parameters: those that are trained.
+        buckets: where dense gradients go. What is in none of them has a sparse gradient.
+        rounds: give parameters gradients of their own dtype where buckets have a wider one.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], buckets: Sequence[Bucket], *, rounds: bool = True
+    ) -> None:
         self._parameters = list(parameters)
+        self._rounds = rounds
+        self._wide = {
+            s.index: b.dtype for b in buckets for s in b.slots if b.dtype != parameters[s.index].dtype
+        }
         self._buckets = buckets
         self._sums = [PartialSums(bucket) for bucket in buckets]
         self._bucket_of = {slot.index: number for number, b in enumerate(buckets) for slot in b.slots}
         self._views: list[list[Tensor] | None] = [None] * len(buckets)
         self._opened: list[list[Tensor] | None] = [None] * len(buckets)
+        self._sparse = {
+            index: SparseSums() for index in range(len(parameters)) if index not in self._bucket_of
+        }
+        self._sparse_in_leaf: list[bool] = []
         self._slot_of = {slot.index: at for b in buckets for at, slot in enumerate(b.slots)}
         self._fired = [False] * len(self._parameters)
         self._missing = [0] * len(buckets)
@@ -50,6 +67,8 @@ class GradientCollector:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+        for index in self._wide:
+            self._set_gradient_dtype(index, self._parameters[index].dtype)
 
     def begin_step(self, merges: dict[int, int], *, scale: float = 1.0) -> None:
         """Start a step.
@@ -63,12 +82,16 @@ class GradientCollector:
         self._scale = scale
         for sums in self._sums:
             sums.begin(merges, scale=scale)
+        for sparse in self._sparse.values():
+            sparse.begin(merges)
 
     def clear(self) -> None:
         """Drop all gradients."""
         self._leaf = None
         for parameter in self._parameters:
             parameter.grad = None
+        for index, dtype in self._wide.items():
+            self._set_gradient_dtype(index, dtype)  # autograd then adds up in it
 
     def multiply(self, factor: float) -> None:
         """Multiply what the loss function's own backward calls have left in ``p.grad``, if anything."""
@@ -84,14 +107,32 @@ class GradientCollector:
         self._views = [None] * len(self._buckets)
         self._opened = [sums.open() if sums.streams(leaf) else None for sums in self._sums]
         self._present = [False] * len(self._parameters)
+        self._sparse_in_leaf = [False] * len(self._parameters)
 
     def end_leaf(self) -> list[bool]:
         """Take over what is left; return for each parameter whether this micro-batch has a gradient for it."""
         for number in range(len(self._buckets)):
             if self._views[number] is None:
                 self._absorb(number)
+        for index, sums in self._sparse.items():
+            self._absorb_sparse(index, sums)
         self._leaf = None
         return self._present
+
+    @property
+    def sparse_in_leaf(self) -> list[bool]:
+        """For each parameter, whether its gradient in the last micro-batch was sparse."""
+        return self._sparse_in_leaf
+
+    @property
+    def sparse(self) -> dict[int, SparseSums]:
+        """The sums of each parameter that is in no bucket."""
+        return self._sparse
+
+    def publish_sparse(self, totals: Mapping[int, Tensor | None], *, scale: float) -> None:
+        """Give parameters their sparse gradients, `totals` times `scale`."""
+        for index, total in totals.items():
+            self._parameters[index].grad = None if total is None else (total * scale).coalesce()
 
     def partials(self, bucket: int) -> dict[Hashable, Tensor]:
         """Return this worker's partial sums of one bucket, as flat tensors."""
@@ -101,12 +142,20 @@ class GradientCollector:
         """Make ``p.grad`` a view of `total` for each parameter of the bucket that is present, else None."""
         views = self._sums[bucket].views_of(total)
         for slot, view in zip(self._buckets[bucket].slots, views, strict=True):
-            self._parameters[slot.index].grad = view if present[slot.index] else None
+            parameter = self._parameters[slot.index]
+            if slot.index in self._wide and self._rounds:
+                parameter.grad = None
+                self._set_gradient_dtype(slot.index, parameter.dtype)
+                view = view.to(parameter.dtype)
+            # Another tensor over the same memory: the user may make it something else, as `model.double()` does.
+            parameter.grad = view.detach() if present[slot.index] else None
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         if self._leaf is None:
             return  # a backward of the user's own, outside a step
-        number = self._bucket_of[index]
+        number = self._bucket_of.get(index)
+        if number is None:
+            return  # sparse ones are taken over at the end
         if self._views[number] is not None:
             self._absorb_late(index, parameter)
             return
@@ -117,7 +166,7 @@ class GradientCollector:
         if self.ready_order is not None:
             self.ready_order.setdefault(index)
         opened = self._opened[number]
-        if opened is not None:
+        if opened is not None and not self._makes_dense(index):
             _move(parameter, opened[self._slot_of[index]], self._scale)
         self._missing[number] -= 1
         if self._missing[number] == 0 and (self._on_complete is not None or opened is not None):
@@ -126,6 +175,8 @@ class GradientCollector:
     def _absorb(self, number: int) -> None:
         assert self._leaf is not None
         slots = self._buckets[number].slots
+        for slot in slots:
+            self._makes_dense(slot.index)
         gradients = [self._parameters[slot.index].grad for slot in slots]
         with torch.no_grad():
             views = self._sums[number].absorb(self._leaf, gradients)
@@ -136,6 +187,30 @@ class GradientCollector:
         if self._on_complete is not None:
             self._on_complete(number)
 
+    def _makes_dense(self, index: int) -> bool:
+        """Note a sparse gradient where a dense one was planned for, and make it dense; say whether it was so."""
+        gradient = self._parameters[index].grad
+        if gradient is None or not gradient.is_sparse:
+            return False
+        self._sparse_in_leaf[index] = True
+        self._parameters[index].grad = gradient.to_dense()
+        return True
+
+    def _absorb_sparse(self, index: int, sums: SparseSums) -> None:
+        assert self._leaf is not None
+        gradient = self._parameters[index].grad
+        self._present[index] = gradient is not None
+        self._sparse_in_leaf[index] = gradient is not None and gradient.is_sparse
+        if gradient is not None and not gradient.is_sparse:
+            gradient = gradient.to_sparse(1)  # of no use: the step is done again with a dense one
+        sums.absorb(self._leaf, gradient)
+        self._parameters[index].grad = None
+
+    def _set_gradient_dtype(self, index: int, dtype: torch.dtype) -> None:
+        parameter = self._parameters[index]
+        if parameter.grad is None or parameter.grad.dtype == dtype:
+            parameter.grad_dtype = dtype
+
     def _absorb_late(self, index: int, parameter: Tensor) -> None:
         """Add a further gradient of a parameter whose bucket was taken over already."""
         number = self._bucket_of[index]
@@ -143,6 +218,7 @@ class GradientCollector:
         assert views is not None
         assert parameter.grad is not None
         assert self._leaf is not None
+        self._makes_dense(index)
         if self._on_complete is not None or self._opened[number] is None or self._scale != 1.0:
             self.fired_late = True
         else:
@@ -155,7 +231,7 @@ def _move(parameter: Tensor, view: Tensor, scale: float) -> None:
     """Put a parameter's gradient times `scale` into `view` and make that its gradient."""
     gradient = parameter.grad
     assert gradient is not None
-    if gradient is not view and not gradient.is_sparse:
+    if gradient is not view:
         with torch.no_grad():
             if scale == 1.0:
                 view.copy_(gradient)

@@ -39,6 +39,7 @@ class TrainedParameters:
         model: the model.
         optimizers: returns those in use now.
         notify: is told in words what the user should know.
+        stands_for: returns the parameter that a member of a group stands for, by default itself.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class TrainedParameters:
         model: nn.Module,
         optimizers: Callable[[], Optimizers],
         notify: Callable[[str], None] = lambda message: None,
+        stands_for: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
     ) -> None:
         self._model = model
         self._optimizers = optimizers
         self._notify = notify
+        self._stands_for = stands_for
         # The parameters themselves, not their ids: an id can come back with another parameter.
         self._seen: list[object] = []
         self._of_model: dict[str, nn.Parameter] = {}
@@ -79,8 +82,9 @@ class TrainedParameters:
 
     def _name(self) -> None:
         optimizers = self._optimizers()
-        held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-        active = [(n, p) for n, p in named_parameters(self._model, optimizers) if p.requires_grad]
+        held = self._held()
+        named = list(named_parameters(self._model, optimizers))
+        active = [(n, p) for n, p in named if p.requires_grad and self._stands_for(p) is p]
         self._named = [item for item in active if not optimizers or id(item[1]) in held]
         self.untrained = [p for _, p in active if optimizers and id(p) not in held]
 
@@ -89,7 +93,7 @@ class TrainedParameters:
         before, self._of_model = self._of_model, dict(self._model.named_parameters())
         if not before or not self._optimizers():
             return
-        held = {id(p) for o in self._optimizers() for group in o.param_groups for p in group["params"]}
+        held = self._held()
         in_model = {id(parameter) for parameter in self._of_model.values()}
         for name, parameter in self._of_model.items():
             old = before.get(name)
@@ -103,14 +107,20 @@ class TrainedParameters:
                     f"give it to optimizer.add_param_group(...)."
                 )
 
+    def _held(self) -> set[int]:
+        """Return the ids of the parameters that groups hold."""
+        groups = (group for optimizer in self._optimizers() for group in optimizer.param_groups)
+        return {id(self._stands_for(parameter)) for group in groups for parameter in group["params"]}
+
     def _replace(self, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
         for optimizer in self._optimizers():
             for number, group in enumerate(optimizer.param_groups):
-                places = [at for at, parameter in enumerate(group["params"]) if parameter is old]
-                for at in places:
+                members = list(enumerate(group["params"]))
+                places = [(at, member) for at, member in members if self._stands_for(member) is old]
+                for at, member in places:
                     group["params"][at] = new
+                    optimizer.state.pop(member, None)
                 if places:
-                    optimizer.state.pop(old, None)
                     self._notify(
                         f"parameter {name!r} was replaced in the model: group {number} of "
                         f"{type(optimizer).__name__} now holds the new one, whose state starts anew."

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from unisono.errors import UsageError
 from unisono.gradients.buckets import Bucket
 from unisono.grid import Block, parent, root
 
@@ -88,12 +87,7 @@ class PartialSums:
 
         Returns:
             Views, one for each slot, of the buffer that now holds the sum this micro-batch went into.
-
-        Raises:
-            UsageError: a gradient is sparse.
         """
-        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            raise UsageError("sparse gradients are not supported: build the embedding with sparse=False.")
         merges = self._merges[leaf]
         if merges == 0:
             flat = self._opened or self._take()

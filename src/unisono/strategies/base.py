@@ -61,6 +61,7 @@ class ReplicaContext:
             start of every step, so parameters may be frozen, unfrozen, added or replaced between steps.
         announcer: compares the names of calls; shared by all that use `transport`.
         seed: the run's seed.
+        float32_gradients: add up gradients of 16-bit parameters in float32, and leave them so.
     """
 
     number: int
@@ -71,6 +72,7 @@ class ReplicaContext:
     operations: Operations
     device: torch.device
     seed: int
+    float32_gradients: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,7 +25,8 @@ class GradientPlan:
         buckets, collector: where their gradients go.
         signature: what tells this set from another, in this process.
         digest: is the same on all workers if they planned for the same.
-        next_order: the order of buckets that was agreed on for the next step.
+        order: the order in which gradients become ready, if it was agreed on.
+        next_order: the same, for the next step.
     """
 
     named: Named
@@ -33,6 +34,7 @@ class GradientPlan:
     collector: GradientCollector
     signature: Sequence[object]
     digest: int
+    order: Sequence[int] | None = None
     next_order: Sequence[int] | None = None
 
 
@@ -42,15 +44,29 @@ class Planner:
     Args:
         known: parameters that are known to be equal on all workers, trained or not.
         alone: whether there is nobody to agree with.
+        sparse: ids of the parameters that are said to have sparse gradients.
+        float32_sums: add up gradients of 16 bits in float32.
+        rounds: whether they are rounded to 16 bits again afterwards.
     """
 
     def __init__(
-        self, known: Iterable[nn.Parameter], *, bucket_bytes: int, first_bucket_bytes: int, alone: bool
+        self,
+        known: Iterable[nn.Parameter],
+        *,
+        bucket_bytes: int,
+        first_bucket_bytes: int,
+        alone: bool,
+        sparse: Iterable[int] = (),
+        float32_sums: bool = False,
+        rounds: bool = True,
     ) -> None:
         self._known = {id(parameter): weakref.ref(parameter) for parameter in known}
         self._bucket_bytes = bucket_bytes
         self._first_bucket_bytes = first_bucket_bytes
         self._alone = alone
+        self._float32_sums = float32_sums
+        self._rounds = rounds
+        self._sparse = {key: self._known[key] for key in sparse if key in self._known}
 
     def plan(self, named: Named) -> GradientPlan:
         """Plan for parameters that were never planned for. Reads the values of those not known to be equal."""
@@ -76,17 +92,37 @@ class Planner:
         plan.collector.ready_order = None
         return plan
 
+    def with_sparse(self, old: GradientPlan, sparse: Mapping[int, bool]) -> GradientPlan:
+        """Return a plan in the place of `old`, after it turned out which gradients are sparse."""
+        for index, is_sparse in sparse.items():
+            parameter = old.named[index][1]
+            if is_sparse:
+                self._sparse[id(parameter)] = weakref.ref(parameter)
+            else:
+                self._sparse.pop(id(parameter), None)
+        ready_order = old.collector.ready_order
+        old.collector.clear()
+        old.collector.close()
+        plan = self._plan(old.named, digest=old.digest, order=old.order)
+        plan.collector.ready_order = None if ready_order is None else {}
+        return plan
+
     def _plan(self, named: Named, *, digest: int, order: Sequence[int] | None) -> GradientPlan:
         parameters = [parameter for _, parameter in named]
+        whole = reversed(range(len(parameters))) if order is None else order
         buckets = plan_buckets(
             parameters,
-            order=order,
+            order=[index for index in whole if not self._is_sparse(parameters[index])],
             bucket_bytes=self._bucket_bytes,
             first_bucket_bytes=self._first_bucket_bytes,
+            float32_sums=self._float32_sums,
         )
-        return GradientPlan(
-            named, buckets, GradientCollector(parameters, buckets), signature_of(named), digest
-        )
+        collector = GradientCollector(parameters, buckets, rounds=self._rounds)
+        return GradientPlan(named, buckets, collector, signature_of(named), digest, order)
+
+    def _is_sparse(self, parameter: nn.Parameter) -> bool:
+        reference = self._sparse.get(id(parameter))
+        return reference is not None and reference() is parameter
 
     def _knows(self, parameter: nn.Parameter) -> bool:
         reference = self._known.get(id(parameter))

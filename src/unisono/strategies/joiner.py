@@ -59,6 +59,7 @@ class Joiner:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="unisono-reduce") if early else None
         self._schedules: dict[Assignment, Schedule] = {}
         self._schedule: Schedule | None = None
+        self.assignment: Assignment
         self._scratch = Scratch()
         self._step = 0
         self._posts = False
@@ -67,6 +68,7 @@ class Joiner:
         """Start the call `name`, a step over `assignment`. *Collective.* Returns at once."""
         if assignment not in self._schedules:
             self._schedules = {assignment: choose(assignment, self._algorithm)}
+        self.assignment = assignment
         self._schedule = self._schedules[assignment]
         self._step = step
         is_one_sum = self._schedule.name == "pairs" and self.transport.world_size == 2

@@ -9,7 +9,7 @@ changed, whether the step has to be done again.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from operator import add
@@ -36,7 +36,7 @@ class TableShape:
 
     @property
     def columns(self) -> int:
-        return _HEADER + _words(self.num_parameters) + _words(self.num_averaged) + self.num_others
+        return _HEADER + 2 * _words(self.num_parameters) + _words(self.num_averaged) + self.num_others
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Row:
         gave_weight: whether the loss function returned a weight.
         fired_late: whether a gradient came after its bucket had been sent.
         present: for each parameter whether it has a gradient.
+        sparse: for each parameter whether it has one that is sparse.
         averaged: for each averaged buffer whether it changed.
         digests: for each other buffer a digest of its new value, 0 where it did not change.
         signature: 63 bits that stand for what all workers must agree on.
@@ -60,6 +61,7 @@ class Row:
     gave_weight: bool
     fired_late: bool
     present: Sequence[bool]
+    sparse: Sequence[bool]
     averaged: Sequence[bool]
     digests: Sequence[int]
     signature: int
@@ -74,6 +76,7 @@ class Row:
             gave_weight=False,
             fired_late=False,
             present=[False] * shape.num_parameters,
+            sparse=[False] * shape.num_parameters,
             averaged=[False] * shape.num_averaged,
             digests=[0] * shape.num_others,
             signature=signature,
@@ -90,7 +93,7 @@ def write_row(table: Tensor, index: int, row: Row) -> None:
     """Fill row `index`. In place."""
     flags = _RAN | row.gave_weight * _GAVE_WEIGHT | row.fired_late * _FIRED_LATE | row.given_up * _GIVEN_UP
     cells = [flags, float_bits(row.weight), float_bits(row.loss), row.signature]
-    cells += _pack(row.present) + _pack(row.averaged) + list(row.digests)
+    cells += _pack(row.present) + _pack(row.sparse) + _pack(row.averaged) + list(row.digests)
     table[index] = torch.tensor(cells, dtype=torch.int64)
 
 
@@ -170,9 +173,34 @@ class StepTable:
         union = self._union(first, _words(self._shape.num_parameters))
         return _unpack(union, self._shape.num_parameters)
 
+    def wrongly_planned(self, sparse: Collection[int]) -> dict[int, bool]:
+        """Return, for each parameter that is not what was planned for, whether its gradients are sparse.
+
+        They are if they are so in all micro-batches that have one.
+
+        Args:
+            sparse: the parameters that are planned to be.
+        """
+        count = self._shape.num_parameters
+        words = _words(count)
+        thin = self._union(_HEADER + words, words)
+        if not sparse and not any(thin):
+            return {}
+        full = [0] * words
+        for row in self._rows:
+            for word in range(words):
+                full[word] |= row[_HEADER + word] & ~row[_HEADER + words + word]
+        found = {}
+        for index, (is_thin, is_full) in enumerate(
+            zip(_unpack(thin, count), _unpack(full, count), strict=True)
+        ):
+            if (is_thin or is_full) and (index in sparse) == is_full:
+                found[index] = not is_full
+        return found
+
     def averaged_weights(self) -> list[float]:
         """For each averaged buffer, the total weight of the micro-batches that changed it."""
-        first = _HEADER + _words(self._shape.num_parameters)
+        first = _HEADER + 2 * _words(self._shape.num_parameters)
         count = self._shape.num_averaged
         changed = [_unpack(row[first : first + _words(count)], count) for row in self._rows]
         return [

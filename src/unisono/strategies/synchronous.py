@@ -9,7 +9,7 @@ first factor is 1 and the second one over the number of micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from unisono.collectives.choose import check_algorithm
-from unisono.collectives.gather import gather_rows
+from unisono.collectives.gather import gather_rows, gather_tensors
 from unisono.errors import MismatchError, TransportError, UsageError
 from unisono.gradients.partial_sums import count_merges
+from unisono.gradients.sparse_sums import declared_sparse, join_sparse
 from unisono.randomness import derive, keyed
 from unisono.strategies.base import Embed, GlobalBatch, LossFunction, ReplicaContext, StepResult
 from unisono.strategies.gradient_plan import Planner, short_digest
@@ -42,6 +43,8 @@ class Synchronous:
         algorithm: how partial sums travel: ``"direct"``, ``"pairs"`` or ``"auto"``. Changes no bit.
         overlap: reduce buckets while the last micro-batch still runs backward. ``"auto"`` does so unless
             workers read each other's memory: then reducing is all computing, for cores that are busy anyway.
+        float32_sums: add up gradients of 16-bit parameters in float32 and round once, instead of at every addition.
+            Twice the bytes for them.
         bucket_bytes: size of a bucket; `first_bucket_bytes` of the first one. They change no bit.
 
     Cost per step and worker: about 2 n bytes sent for n bytes of gradients, and one small table.
@@ -50,6 +53,7 @@ class Synchronous:
     reduction: Literal["exact", "fast"] = "exact"
     algorithm: str = "auto"
     overlap: bool | Literal["auto"] = "auto"
+    float32_sums: bool = False
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
 
@@ -107,6 +111,9 @@ class SynchronousEngine:
             bucket_bytes=strategy.bucket_bytes,
             first_bucket_bytes=strategy.first_bucket_bytes,
             alone=context.transport.world_size == 1,
+            sparse=declared_sparse(context.model),
+            float32_sums=strategy.float32_sums or context.float32_gradients,
+            rounds=not context.float32_gradients,
         )
         self._gradients = self._planner.plan(trained)
         self._sent: dict[int, Callable[[], Tensor]] = {}
@@ -195,15 +202,24 @@ class SynchronousEngine:
         table = self._run(batch, loss_fn, step=step)
         table.check_signatures_agree(batch.assignment.owners, step=step)
         skipped = table.reason_to_skip(batch.assignment.owners)
-        if table.fired_late and skipped is None:
-            # All see it in the shared table, so all do the step again, and from now on wait for the end of
-            # backward before they send or scale anything.
-            self._overlap = self._scales_leaves = False
+        while skipped is None and self._has_to_redo(table):
             table = self._run(batch, loss_fn, step=step)
             skipped = table.reason_to_skip(batch.assignment.owners)
         if skipped is not None:
             return self._skip(skipped, table)
         return self._apply(batch, table, step=step)
+
+    def _has_to_redo(self, table: StepTable) -> bool:
+        """Say whether the plan was wrong and mend it. All see it in the shared table, so all do the step again."""
+        if table.fired_late:
+            # From now on nothing is sent or scaled before the end of backward.
+            self._overlap = self._scales_leaves = False
+            return True
+        wrong = table.wrongly_planned(self._gradients.collector.sparse)
+        if wrong:
+            self._wait_for_unwanted()
+            self._gradients = self._planner.with_sparse(self._gradients, wrong)
+        return bool(wrong)
 
     def skip(self) -> None:
         """Give up the step that is running: called by the loss function."""
@@ -383,6 +399,7 @@ class SynchronousEngine:
             gave_weight=given is not None,
             fired_late=collector.fired_late,
             present=present,
+            sparse=collector.sparse_in_leaf,
             averaged=[value is not None and weight != 0 for value in changes.averaged],
             digests=changes.digests,
             signature=run.signature,
@@ -478,6 +495,21 @@ class SynchronousEngine:
             operation = f"reduce of bucket {number} ({first} .. {last})"
             total = self._joiner.collect(operation, self._joining(number, scale))
             self._gradients.collector.publish(number, total, present=present)
+        if self._gradients.collector.sparse:
+            self._reduce_sparse(present, scale=scale)
+
+    def _reduce_sparse(self, present: Sequence[bool], *, scale: float) -> None:
+        """Join the sparse gradients, times `scale`, and hand them to the parameters. *Collective.*"""
+        sums = {index: each for index, each in self._gradients.collector.sparse.items() if present[index]}
+        parameters = [self._gradients.named[index][1] for index in sums]
+        transport = self._joiner.transport
+        gather = None if transport.world_size == 1 else partial(gather_tensors, transport)
+        totals = self._joiner.collect(
+            "reduce of sparse gradients",
+            lambda: join_sparse(list(sums.values()), parameters, self._joiner.assignment, gather),
+        )
+        absent = dict.fromkeys(self._gradients.collector.sparse)
+        self._gradients.collector.publish_sparse(absent | dict(zip(sums, totals, strict=True)), scale=scale)
 
     def _joining(self, number: int, scale: float) -> Callable[[], Tensor]:
         """Return what yields a bucket's sum times `scale`, sent before or not.

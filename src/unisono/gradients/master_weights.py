@@ -1,0 +1,82 @@
+"""float32 copies of 16-bit parameters, which the optimizers update in their place.
+
+A 16-bit weight of 1 can't take up an update smaller than 1/256 (bfloat16) or 1/2048 (float16). So the optimizers'
+groups hold a float32 copy of each, the master, whose gradient is the float32 mean; after an update the parameter
+is the master, rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import UsageError
+from unisono.gradients.buckets import HALVES
+from unisono.gradients.parameters import Optimizers
+
+
+class MasterWeights:
+    """The masters of all 16-bit parameters that `optimizers` hold.
+
+    Costs 4 bytes for each element besides what the optimizer keeps. A parameter that the script changes between
+    steps gives its master the new value, unless it is written through ``.data``.
+
+    Raises:
+        UsageError: an optimizer has state of a 16-bit parameter already.
+    """
+
+    def __init__(self, optimizers: Callable[[], Optimizers]) -> None:
+        self._optimizers = optimizers
+        self._of_master: dict[nn.Parameter, nn.Parameter] = {}
+        self._versions: dict[nn.Parameter, int] = {}
+        self.attach()
+
+    def parameter_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that a member of a group stands for."""
+        return self._of_master.get(parameter, parameter)
+
+    def attach(self) -> None:
+        """Put masters into all groups in the places of 16-bit parameters."""
+        masters = {parameter: master for master, parameter in self._of_master.items()}
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                for at, parameter in enumerate(group["params"]):
+                    if parameter.dtype not in HALVES:
+                        continue
+                    if optimizer.state.get(parameter):
+                        raise UsageError(
+                            f"{type(optimizer).__name__} has state of a {parameter.dtype} parameter already: give "
+                            f"run.replicate an optimizer that has not stepped, with master_weights=True."
+                        )
+                    if parameter not in masters:
+                        masters[parameter] = _new_master(parameter)
+                        self._of_master[masters[parameter]] = parameter
+                        self._versions[parameter] = parameter._version
+                    group["params"][at] = masters[parameter]
+
+    def pull(self) -> None:
+        """Take over what the script changed in parameters since `push`."""
+        for master, parameter in self._of_master.items():
+            if parameter._version != self._versions[parameter]:
+                with torch.no_grad():
+                    master.copy_(parameter)
+                self._versions[parameter] = parameter._version
+
+    def take_gradients(self) -> None:
+        """Give masters the gradients of their parameters, which are of float32."""
+        for master, parameter in self._of_master.items():
+            master.grad = parameter.grad
+
+    def push(self) -> None:
+        """Round the masters to their parameters."""
+        if self._of_master:
+            parameters: list[Tensor] = list(self._of_master.values())
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, list(self._of_master))
+            self._versions = {parameter: parameter._version for parameter in self._of_master.values()}
+
+
+def _new_master(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
