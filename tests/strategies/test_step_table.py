@@ -118,7 +118,7 @@ def test_all_kinds_of_cells_have_columns_of_their_own() -> None:
     assert table.averaged_weights() == [4.0] * 65
     assert table.changers(0) == {2**62: [0]}
     assert table.changers(1) == {1: [0, 1]}
-    assert new_table(TableShape(2, 70, 65, 2)).shape == torch.Size([2, 4 + 2 + 2 + 2])
+    assert new_table(TableShape(2, 70, 65, 2)).shape == torch.Size([2, 4 + 2 + 2 + 2 + 2])
 
 
 def test_rows_of_different_steps_are_refused() -> None:
