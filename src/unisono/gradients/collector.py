@@ -150,9 +150,10 @@ class GradientCollector:
             # Another tensor over the same memory: the user may make it something else, as `model.double()` does.
             parameter.grad = view.detach() if present[slot.index] else None
 
-    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+    def _on_gradient(self, index: int, _: Tensor) -> None:
         if self._leaf is None:
             return  # a backward of the user's own, outside a step
+        parameter = self._parameters[index]  # not what we were given: that is what a hook before returned
         number = self._bucket_of.get(index)
         if number is None:
             return  # sparse ones are taken over at the end

@@ -1,0 +1,238 @@
+"""Models of many kinds: the same bits on any workers, and what plain PyTorch computes in one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unisono
+from kinds_of_models import KINDS, Loss, cross_entropy, mlp, old_weight_norm
+from steps import alone, global_batch
+from unisono.cluster.launch import ForkServer
+from unisono.grid import cut
+
+Launch = Callable[..., list[Any]]
+NUM_STEPS = 3
+SIZES = tuple(len(part) for part in cut(13, 4))
+
+
+class Part(tuple[Tensor, Tensor]):
+    """A micro-batch whose length is its number of samples."""
+
+    def __len__(self) -> int:
+        return len(self[0])
+
+
+def parts(step: int) -> list[Part]:
+    generator = torch.Generator().manual_seed(step)
+    return [
+        Part((torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)))
+        for size in SIZES
+    ]
+
+
+def train_all(assignment: Any = "even") -> dict[str, list[str]]:
+    """Train every kind for some steps on this worker of a run; return fingerprints and losses."""
+    outcomes = {}
+    with unisono.join(seed=2, assignment=assignment, observer=lambda event: None) as run:
+        shares = (
+            list(assignment) if assignment != "even" else [len(c) for c in cut(len(SIZES), run.world_size)]
+        )
+        for name, (build, loss_fn) in KINDS.items():
+            model = build()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            replica = run.replicate(model, optimizer)
+            losses = [
+                replica.step(global_batch(parts(step), shares=shares, rank=run.rank), loss_fn).hex()
+                for step in range(NUM_STEPS)
+            ]
+            outcomes[name] = [run.fingerprint(model), *losses]
+    return outcomes
+
+
+def test_every_kind_is_the_same_on_any_workers(fork_server: ForkServer) -> None:
+    (expected,) = fork_server.launch(train_all, 1)
+    for world_size, assignment in [(2, "even"), (2, [1, 3]), (3, "even")]:
+        for rank, found in enumerate(fork_server.launch(train_all, world_size, assignment)):
+            differing = [name for name in KINDS if found[name] != expected[name]]
+            assert not differing, (world_size, assignment, rank)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_is_what_plain_pytorch_computes(name: str) -> None:
+    build, loss_fn = KINDS[name]
+    torch.manual_seed(5)
+    ours = build()
+    torch.manual_seed(5)
+    plain = build()
+    with alone() as run:
+        replica = run.replicate(
+            ours, torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        )
+        for step in range(NUM_STEPS):
+            replica.step(global_batch(parts(step)), loss_fn)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        for step in range(NUM_STEPS):
+            plain_step(plain, optimizer, parts(step), loss_fn)
+    for (key, one), (_, other) in zip(ours.state_dict().items(), plain.state_dict().items(), strict=True):
+        assert torch.allclose(one, other, rtol=2e-5, atol=2e-6), key
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Part], loss_fn: Loss) -> None:
+    """One step over the micro-batches one after the other, as a single process would do it."""
+    sums: dict[nn.Parameter, Tensor] = {}
+    total = 0.0
+    for part in batch:
+        optimizer.zero_grad()
+        output = loss_fn(model, part)
+        loss, weight = output if isinstance(output, tuple) else (output, len(part))
+        if not weight:
+            continue
+        total += weight
+        loss.backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                sums[parameter] = sums.get(parameter, 0) + parameter.grad * weight
+    for parameter in model.parameters():
+        parameter.grad = sums[parameter] / total if parameter in sums else None
+    optimizer.step()
+
+
+def test_weight_norm_of_the_old_style_trains(launch: Launch) -> None:
+    def work() -> str:
+        with unisono.join() as run, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model = old_weight_norm()
+            replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            shares = [2] * 2 if run.world_size == 2 else [4]
+            for step in range(3):
+                replica.step(global_batch(parts(step), shares=shares, rank=run.rank), cross_entropy)
+            return run.fingerprint(model)
+
+    (expected,) = launch(work, 1)
+    assert launch(work, 2) == [expected] * 2
+
+
+def test_a_compiled_loss_function_is_a_loss_function() -> None:
+    with alone() as run:
+        model = mlp()
+        other = copy.deepcopy(model)
+        for each, loss_fn in (
+            (model, cross_entropy),
+            (other, torch.compile(cross_entropy, backend="aot_eager")),
+        ):
+            replica = run.replicate(each, torch.optim.SGD(each.parameters(), lr=0.1))
+            for step in range(2):
+                replica.step(global_batch(parts(step)), loss_fn)
+    assert torch.allclose(model[0].weight, other[0].weight, atol=1e-6)
+
+
+def test_hooks_see_each_micro_batch_and_not_the_sum() -> None:
+    with alone() as run:
+        model = mlp()
+        seen: list[float] = []
+        model[2].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.abs().sum().item()))
+        replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        replica.backward(global_batch(parts(0)), cross_entropy)
+        expected = []
+        for part in parts(0):
+            (gradient,) = torch.autograd.grad(cross_entropy(model, part), model[2].bias)
+            expected.append(gradient.abs().sum().item() * len(part) / max(SIZES))
+    assert seen == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_frozen_trunk_is_left_alone_and_trained_while_it_is_not(launch: Launch) -> None:
+    def work() -> list[Any]:
+        with unisono.join() as run:
+            model = mlp()
+            plain = copy.deepcopy(model)
+            options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+            replica = run.replicate(model, torch.optim.SGD(model.parameters(), **options))
+            optimizer = torch.optim.SGD(plain.parameters(), **options)
+            shares = [len(c) for c in cut(4, run.world_size)]
+            trunks = []
+            for step in range(8):
+                for each in (model, plain):
+                    each[0].requires_grad_(3 <= step < 6)
+                trunks.append(model[0].weight.detach().clone())
+                replica.step(global_batch(parts(step), shares=shares, rank=run.rank), cross_entropy)
+                plain_step(plain, optimizer, parts(step), cross_entropy)
+            still = [torch.equal(trunks[a], trunks[b]) for a, b in ((0, 3), (3, 4), (6, 7))]
+            alike = all(
+                torch.allclose(a, b, atol=1e-5)
+                for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+            )
+            return [still, alike, run.fingerprint(model)]
+
+    (expected,) = launch(work, 1)
+    assert expected[:2] == [[True, False, True], True]
+    assert launch(work, 2) == [expected] * 2
+
+
+def test_parameters_that_a_rank_changes_its_own_way_are_found(launch: Launch) -> None:
+    def work() -> str:
+        with unisono.join() as run:
+            model = mlp()
+            replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            replica.step(global_batch(parts(0), shares=[2, 2], rank=run.rank), cross_entropy)
+            torch.manual_seed(run.rank)
+            model[2] = nn.Linear(7, 3)
+            try:
+                replica.step(global_batch(parts(1), shares=[2, 2], rank=run.rank), cross_entropy)
+            except unisono.MismatchError as error:
+                return str(error)
+        return "no error"
+
+    first, second = launch(work, 2)
+    assert first == second
+    assert "from other values" in first
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(6, 3).requires_grad_(False), nn.ReLU])
+def test_a_module_with_nothing_to_train_sends_nothing_but_its_state(launch: Launch, build: Any) -> None:
+    def work() -> list[Any]:
+        with unisono.join() as run:
+            torch.manual_seed(run.rank)
+            model = build()
+            replica = run.replicate(model)
+            loss = replica.step(
+                global_batch(parts(0), shares=[2, 2], rank=run.rank), lambda m, part: m(part[0]).mean()
+            )
+            hooks = [p for p in model.parameters() if p._post_accumulate_grad_hooks]
+            return [run.fingerprint(model), loss.hex(), hooks]
+
+    first, second = launch(work, 2)
+    assert first == second
+    assert first[2] == []
+
+
+def test_tensors_of_every_dtype_start_as_on_rank_0(launch: Launch) -> None:
+    def work() -> list[Any]:
+        with unisono.join() as run:
+            values: list[Tensor] = [
+                torch.tensor([2**53 + 1]),
+                torch.tensor([True, False]),
+                torch.tensor([200], dtype=torch.uint8),
+                torch.tensor([0.1], dtype=torch.float16),
+                torch.tensor([0.1], dtype=torch.bfloat16),
+                torch.tensor(1e-300, dtype=torch.float64),
+                torch.zeros(0),
+                torch.tensor([-3], dtype=torch.int8),
+                torch.tensor([1 + 2j]),
+            ]
+            model = nn.Module()
+            for index, value in enumerate(values):
+                start = value if run.rank == 0 else torch.zeros_like(value)
+                model.register_buffer(f"b{index}", start, persistent=index % 2 == 0)
+            model.frozen = nn.Parameter(torch.full((2,), float(run.rank)), requires_grad=False)
+            run.replicate(model)
+            same = [torch.equal(getattr(model, f"b{index}"), value) for index, value in enumerate(values)]
+            return [*same, model.frozen.tolist()]
+
+    assert launch(work, 2) == [[True] * 9 + [[0.0, 0.0]]] * 2
