@@ -10,13 +10,17 @@ class DataError(ValueError):
     """The data can't be used. The message says why and what to do."""
 
 
-def parser(description: str, *, data: str, batch_size: int, lr: float) -> argparse.ArgumentParser:
+def parser(
+    description: str, *, data: str | None = None, batch_size: int, lr: float, has_epochs: bool = True
+) -> argparse.ArgumentParser:
     """Return a parser for what every example can be told; each adds its own."""
     result = argparse.ArgumentParser(description=description)
     add = result.add_argument
-    add("--data", type=Path, metavar="PATH", help=data)
+    if data is not None:
+        add("--data", type=Path, metavar="PATH", help=data)
     add("--steps", type=positive, help="stop after this many steps")
-    add("--epochs", type=positive, help="stop after this many passes over the data")
+    if has_epochs:
+        add("--epochs", type=positive, help="stop after this many passes over the data")
     add("--batch-size", type=positive, default=batch_size, help="samples per step, over all workers together")
     add("--micro-batches", type=positive, default=8, help="parts of a batch, shared out among the workers")
     add("--lr", type=float, default=lr, help="largest learning rate")
