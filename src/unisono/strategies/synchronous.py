@@ -103,7 +103,7 @@ class SynchronousEngine:
             algorithm=strategy.algorithm,
             early=self._overlap,
         )
-        self._statistics = Statistics(context.model, key=str(context.number))
+        self._statistics = Statistics(context.model, context.buffers, key=str(context.number))
         self._reference = WeightReference()
         trained = list(context.parameters())
         self._planner = Planner(
@@ -391,7 +391,7 @@ class SynchronousEngine:
             with self._joiner.doing(f"backward of micro-batch {number}", waits=False):
                 (loss if loss_factor == 1.0 else loss * loss_factor).backward()  # type: ignore[no-untyped-call]
         present = collector.end_leaf()
-        changes = keeper.harvest()
+        changes = keeper.harvest(number)
         self._statistics.absorb(number, changes.averaged, factor=factor)
         row = Row(
             weight=weight,
@@ -542,7 +542,9 @@ class SynchronousEngine:
         self._gradients = self._planner.following(old, list(self._context.parameters()))
         if self._gradients.signature != old.signature:
             # Whatever changed the parameters may have changed the buffers with them.
-            self._statistics = Statistics(self._context.model, key=str(self._context.number))
+            self._statistics = Statistics(
+                self._context.model, self._context.buffers, key=str(self._context.number)
+            )
 
     def _agree_on_order(self, batch: GlobalBatch) -> None:
         """After the first step, order the buckets as gradients became ready on the owner of micro-batch 0."""
