@@ -219,7 +219,9 @@ def _entries(model: nn.Module, declared: Mapping[int, BufferPolicy]) -> Iterator
             if id(buffer) not in declared and key in module._non_persistent_buffers_set:
                 continue
             seen.add(id(buffer))
-            is_statistic = isinstance(module, _NormBase) and buffer.is_floating_point()
+            # Those of SyncBatchNorm are over all workers already.
+            own = isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm)
+            is_statistic = own and buffer.is_floating_point()
             policy = declared.get(id(buffer), "mean" if is_statistic else AGREE)
             name = f"{prefix}.{key}" if prefix else key
             yield _Entry(name, module, key, policy, buffer, buffer.detach().clone(), buffer._version)
