@@ -85,7 +85,9 @@ class Audit:
     def before_step(self, replica: Replica, batch: GlobalBatch, loss_fn: LossFunction) -> LossFunction:
         """Return what the step is to call instead of `loss_fn`; compare with float64 if it is early enough."""
         if replica.num_steps < self._settings.num_float64_steps:
-            comparison = compare_with_float64(replica.model, batch, loss_fn, seed=self._seed)
+            comparison = compare_with_float64(
+                replica.model, batch, loss_fn, seed=self._seed, buffers=replica.buffers
+            )
             self._write(kind="float64", replica=replica.number, step=replica.num_steps, **comparison)
         return self._repeating(loss_fn) if self._settings.repeats_forward else loss_fn
 

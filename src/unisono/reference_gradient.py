@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from unisono.collectives.announce import Announcer
+from unisono.gradients.buffer_policies import Declared
 from unisono.randomness import derive, keyed
 from unisono.strategies import Synchronous
 from unisono.strategies.base import GlobalBatch, LossFunction, ReplicaContext
@@ -39,6 +40,7 @@ def compare_with_float64(
     loss_fn: LossFunction,
     *,
     seed: int,
+    buffers: Declared | None = None,
 ) -> dict[str, Any]:
     """Compute one global batch's gradient as the engine does and in float64, dropout off; say how they differ.
 
@@ -51,7 +53,7 @@ def compare_with_float64(
         whole. ``reason``: why there is no comparison, if there is none.
     """
     try:
-        ours = _engine_gradients(_without_dropout(model), batch, loss_fn, seed=seed)
+        ours = _engine_gradients(_without_dropout(model), batch, loss_fn, seed=seed, buffers=buffers or {})
         double = _without_dropout(model).double()
         parts = [(number, _to_double(data)) for number, data in batch]
         exact = _plain_gradients(double, parts, batch.sizes, loss_fn, seed=seed)
@@ -68,7 +70,9 @@ def compare_with_float64(
     return {"error": largest, "parameter": parameter, "mixing": mixing, "reason": None}
 
 
-def _engine_gradients(model: nn.Module, batch: GlobalBatch, loss_fn: LossFunction, *, seed: int) -> Gradients:
+def _engine_gradients(
+    model: nn.Module, batch: GlobalBatch, loss_fn: LossFunction, *, seed: int, buffers: Declared
+) -> Gradients:
     device = next(model.parameters()).device
     transport = LocalTransport(device=device)
     context = ReplicaContext(
@@ -80,6 +84,7 @@ def _engine_gradients(model: nn.Module, batch: GlobalBatch, loss_fn: LossFunctio
         operations=_Silent(),
         device=device,
         seed=seed,
+        buffers=buffers,
     )
     engine = Synchronous().bind(context)
     engine.backward(batch, loss_fn, step=0)

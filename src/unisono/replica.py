@@ -16,6 +16,7 @@ from unisono.errors import UsageError
 from unisono.events import Event, Notice, StepFinished
 from unisono.gradients.accumulation import Window
 from unisono.gradients.buckets import HALVES
+from unisono.gradients.buffer_policies import Declared
 from unisono.gradients.clipping import clip_by_norm, clip_by_value
 from unisono.gradients.master_weights import MasterWeights
 from unisono.gradients.parameters import TrainedParameters, outside_parameters
@@ -47,6 +48,7 @@ class Replica:
         clip_norm: the largest norm of the gradient in `step`, or one for each group of the optimizers; None
             doesn't clip.
         clip_value: the largest magnitude of an element of the gradient in `step`; None doesn't clip.
+        buffers: the policies declared for buffers.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Replica:
         before_step: Callable[[Replica, GlobalBatch, LossFunction], LossFunction],
         device: torch.device,
         seed: int,
+        buffers: Declared,
     ) -> None:
         self.model = model
+        self.buffers = buffers
         self.number = number
         self.num_steps = 0
         self.num_skipped = 0
@@ -103,6 +107,7 @@ class Replica:
                 device=device,
                 seed=seed,
                 float32_gradients=master_weights,
+                buffers=buffers,
             )
         )
 

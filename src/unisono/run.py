@@ -37,6 +37,7 @@ from unisono.errors import TransportError, UsageError
 from unisono.evaluation import evaluate
 from unisono.events import Event, Notice, Observer
 from unisono.fingerprints import fingerprint
+from unisono.gradients.buffer_policies import Declared, check_declared, describe_declared
 from unisono.grid import Assignment, assign, even_shares, scale_shares
 from unisono.initial_state import share_initial_state
 from unisono.randomness import derive, seed_all
@@ -178,6 +179,7 @@ class Run:
         clip_value: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         master_weights: bool = False,
+        buffers: Declared | None = None,
     ) -> Replica:
         """Train `model` with all workers; they all start from rank 0's weights.
 
@@ -194,11 +196,21 @@ class Run:
                 when `Replica.backward` returns; a step of which the gradient isn't finite is skipped.
             master_weights: let the optimizers update float32 copies of parameters of 16 bits, from gradients that are
                 added up in float32. Their groups then hold the copies.
+            buffers: policies for buffers that micro-batches change differently, by name or by pattern such as
+                ``"*.codebook"``; an exact name goes before patterns. Every micro-batch starts from the value at
+                the start of the step. ``"mean"``: the weighted mean over the micro-batches that changed it, as
+                for running statistics of torch's norm layers; costs as much as a gradient of that size.
+                ``"first"`` or ``"last"``: what the lowest or highest micro-batch that changed it gave; one value
+                is sent. ``"sum"``: the value at the start plus all changes, for counters and sums.
+                A function: ``f(start, values, weights)`` of the values that micro-batches gave, in their order,
+                returns the new one, on every worker. For the last two every changed value goes to everyone.
 
         Raises:
-            UsageError: a parameter is on another device.
+            UsageError: a parameter is on another device; a policy is unknown or fits no buffer.
             MismatchError: workers built different models; names the first difference.
         """
+        buffers = {} if buffers is None else buffers
+        check_declared(model, buffers)
         with self._doing("sharing of the initial state"):
             self._announcer.call("replicate")
             share_initial_state(
@@ -206,7 +218,11 @@ class Run:
                 as_optimizers(optimizer),
                 self._transport,
                 device=self.device,
-                settings=[f"the run's seed is {self.seed}", f"its assignment is {self._assignment}"],
+                settings=[
+                    f"the run's seed is {self.seed}",
+                    f"its assignment is {self._assignment}",
+                    *describe_declared(buffers),
+                ],
             )
         replica = Replica(
             model,
@@ -224,6 +240,7 @@ class Run:
             before_step=self._before_step,
             device=self.device,
             seed=self.seed,
+            buffers=buffers,
         )
         self._replicas.append(replica)
         return replica

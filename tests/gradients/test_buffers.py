@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from unisono.errors import UsageError
 from unisono.gradients.buffers import BufferKeeper
 
 
@@ -136,7 +137,7 @@ def test_agreed_values_are_put_in_place_whatever_their_shape() -> None:
     keeper = keeper_of(model)
     growth(model)
     keeper.harvest()
-    value = keeper.changed_value(0)
+    value = keeper.values(0).get(0)
     assert value is not None
     keeper.restore()
     keeper.put_other(0, value)
@@ -171,3 +172,46 @@ def test_any_dtype_and_size_can_be_a_buffer(value: Tensor) -> None:
     keeper.harvest()
     keeper.restore()
     assert torch.equal(torch.nan_to_num(model.b), torch.nan_to_num(value))
+
+
+def test_only_the_deciding_values_are_kept() -> None:
+    kept = {"first": {2: 1}, "last": {5: 3}, "sum": {2: 1, 4: 2, 5: 3}}
+    for policy, expected in kept.items():
+        model = Counting()
+        keeper = BufferKeeper(model, {"queue": policy})
+        keeper.begin()
+        for number, value in kept["sum"].items():
+            keeper.restore()
+            model.queue.fill_(value)
+            assert keeper.harvest(number).digests == (1,)
+        assert {n: int(value[0]) for n, value in keeper.values(0).items()} == expected
+        assert keeper.needed(0, [5, 4, 2]) == sorted(expected)
+        keeper.forget_values()
+        assert not keeper.values(0)
+
+
+def test_declared_buffers_are_kept_though_not_saved_and_compared_though_large() -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(2**15), persistent=False)
+    keeper = BufferKeeper(model, {"table": "last"})
+    keeper.begin()
+    model.table.data.add_(1)
+    assert keeper.harvest().digests == (1,)
+    keeper.restore()
+    assert not model.table.any()
+
+
+def test_a_declared_mean_is_averaged_and_a_declared_statistic_is_not() -> None:
+    model = nn.Sequential(Counting(), nn.BatchNorm1d(2))
+    keeper = BufferKeeper(model, {"0.queue": "mean", "1.running_mean": "first"})
+    assert keeper.averaged_names == ["0.queue", "1.running_var"]
+    assert keeper.other_names == ["1.running_mean", "1.num_batches_tracked"]
+
+
+def test_a_mean_of_a_buffer_that_grows_is_an_error() -> None:
+    model = Counting()
+    keeper = BufferKeeper(model, {"queue": "mean"})
+    keeper.begin()
+    growth(model)
+    with pytest.raises(UsageError, match=r"made buffer 'queue' torch.float32 \[5\] on cpu, it was"):
+        keeper.harvest()

@@ -8,13 +8,14 @@ transport. Neither the strategy nor the engine starts processes or reads the env
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from unisono.collectives.announce import Announcer
+from unisono.gradients.buffer_policies import Declared
 from unisono.grid import Assignment
 from unisono.transport.base import Transport
 
@@ -62,6 +63,7 @@ class ReplicaContext:
         announcer: compares the names of calls; shared by all that use `transport`.
         seed: the run's seed.
         float32_gradients: add up gradients of 16-bit parameters in float32, and leave them so.
+        buffers: the user's policies for buffers, by names or patterns.
     """
 
     number: int
@@ -73,6 +75,7 @@ class ReplicaContext:
     device: torch.device
     seed: int
     float32_gradients: bool = False
+    buffers: Declared = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Buffers in a step of many micro-batches: running statistics are averaged, others must agree."""
+"""Buffers in a step of many micro-batches: some are averaged, some follow a policy, others must agree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from unisono.collectives.gather import gather_tensors
 from unisono.errors import MismatchError
 from unisono.gradients.buckets import plan_buckets
-from unisono.gradients.buffers import BufferKeeper
+from unisono.gradients.buffer_policies import Declared
+from unisono.gradients.buffers import AGREE, BufferKeeper
 from unisono.gradients.partial_sums import PartialSums
 from unisono.grid import Assignment
 from unisono.strategies.joiner import Joiner
@@ -19,10 +20,14 @@ _BUCKET_BYTES = 2**20
 
 
 class Statistics:
-    """Sums running statistics along the tree like gradients, weighted over the micro-batches that changed them."""
+    """Brings the buffers of all workers together.
 
-    def __init__(self, model: nn.Module, *, key: str) -> None:
-        self.keeper = BufferKeeper(model)
+    Those to be averaged are summed along the tree like gradients, weighted over the micro-batches that changed
+    them. Of others the deciding values go to everybody, in one message for all buffers.
+    """
+
+    def __init__(self, model: nn.Module, declared: Declared, *, key: str) -> None:
+        self.keeper = BufferKeeper(model, declared)
         buckets = plan_buckets(
             self.keeper.averaged, bucket_bytes=_BUCKET_BYTES, first_bucket_bytes=_BUCKET_BYTES
         )
@@ -31,6 +36,7 @@ class Statistics:
         self._started: list[Callable[[], Tensor]] = []
 
     def begin_pass(self, merges: dict[int, int]) -> None:
+        self.keeper.forget_values()
         for sums in self._sums:
             sums.begin(merges)
 
@@ -67,12 +73,16 @@ class Statistics:
     def check(self, table: StepTable, *, step: int) -> None:
         """Raise a `MismatchError` for a buffer that micro-batches changed differently and nobody can average."""
         for index, name in enumerate(self.keeper.other_names):
+            if self.keeper.policy(index) != AGREE:
+                continue
             values = list(table.changers(index).values())
             if len(values) > 1:
                 raise MismatchError(
                     f"step {step}: buffer {name!r} was changed differently by micro-batches {values[0][0]} and "
-                    f"{values[1][0]}, so no single value is right. Make the change independent of the data, or "
-                    f"register the buffer with persistent=False if it is only a cache."
+                    f"{values[1][0]}, so no single value is right. Say which one shall be, with "
+                    f"run.replicate(..., buffers={{{name!r}: 'first'}}), or 'last', 'mean', 'sum' or a function; "
+                    f"make the change independent of the data; or register the buffer with persistent=False if it is "
+                    f"only a cache."
                 )
 
     def put(self, joiner: Joiner, assignment: Assignment, table: StepTable, *, reference: float) -> None:
@@ -88,8 +98,7 @@ class Statistics:
         for index, total in totals.items():
             if weights[index]:
                 self.keeper.put_averaged(index, total * (reference / weights[index]))
-        for index in range(len(self.keeper.other_names)):
-            self._put_other(joiner, assignment, table, index)
+        self._put_others(joiner, assignment, table)
 
     def _key_of(self, number: int) -> str:
         return f"{self._key}/statistics{number}"
@@ -103,20 +112,50 @@ class Statistics:
         )
         return {s.index: view for s, view in zip(sums.bucket.slots, sums.views_of(total), strict=True)}
 
-    def _put_other(self, joiner: Joiner, assignment: Assignment, table: StepTable, index: int) -> None:
-        """Put one agreed value in place; workers that ran no micro-batch that changed it are sent it."""
-        changers = table.changers(index)
-        if not changers:
-            return
-        (micro_batches,) = changers.values()
-        owners = {assignment.owners[number] for number in micro_batches}
-        value = self.keeper.changed_value(index)
-        if len(owners) < joiner.transport.world_size:
-            parts = {0: value} if joiner.transport.rank == min(owners) and value is not None else {}
-            (shared,) = joiner.collect(
-                f"sharing of buffer {self.keeper.other_names[index]}",
-                lambda: gather_tensors(joiner.transport, parts, 1),
-            )
-            value = shared.to(self.keeper.other(index).device) if value is None else value
-        assert value is not None
-        self.keeper.put_other(index, value)
+    def _put_others(self, joiner: Joiner, assignment: Assignment, table: StepTable) -> None:
+        """Send the deciding values to those who don't have them, and put what follows from them in place."""
+        needed = {}
+        for index in range(len(self.keeper.other_names)):
+            changers = [number for numbers in table.changers(index).values() for number in numbers]
+            if changers:
+                needed[index] = self.keeper.needed(index, changers)
+        sent = [
+            (index, number)
+            for index, numbers in needed.items()
+            if len(self._holders(index, assignment, table)) < joiner.transport.world_size
+            for number in numbers
+        ]
+        received = self._share(joiner, assignment, sent)
+        for index, numbers in needed.items():
+            own = self.keeper.values(index)
+            if (index, numbers[0]) in received:
+                values = {number: own.get(number, received[index, number]) for number in numbers}
+            else:
+                values = dict(own)  # of micro-batches that all gave it the same value, or of all
+            self.keeper.put_other(index, self.keeper.decide(index, values, table.weights))
+
+    def _holders(self, index: int, assignment: Assignment, table: StepTable) -> set[int]:
+        """Return the ranks that have all the deciding values of the other buffer number `index`."""
+        changers = [number for numbers in table.changers(index).values() for number in numbers]
+        if self.keeper.policy(index) == AGREE:
+            return {assignment.owners[number] for number in changers}
+        owners = {assignment.owners[number] for number in self.keeper.needed(index, changers)}
+        return owners if len(owners) == 1 else set()
+
+    def _share(
+        self, joiner: Joiner, assignment: Assignment, sent: Sequence[tuple[int, int]]
+    ) -> dict[tuple[int, int], Tensor]:
+        """Return the values of other buffers, each (index, micro-batch) that is `sent`. *Collective.*"""
+        if not sent:
+            return {}
+        parts = {
+            at: self.keeper.values(index)[number]
+            for at, (index, number) in enumerate(sent)
+            if assignment.owners[number] == joiner.transport.rank
+        }
+        names = sorted({self.keeper.other_names[index] for index, _ in sent})
+        what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        gathered = joiner.collect(
+            f"sharing of buffer {what}", lambda: gather_tensors(joiner.transport, parts, len(sent))
+        )
+        return dict(zip(sent, gathered, strict=True))

@@ -29,6 +29,7 @@ from unisono.strategies.gradient_plan import Planner, short_digest
 from unisono.strategies.joiner import Joiner
 from unisono.strategies.statistics import Statistics
 from unisono.strategies.step_table import Row, StepTable, TableShape, new_table, write_row
+from unisono.strategies.sync_batch_norm import SyncBatchNorms
 from unisono.strategies.weights import WeightReference, unpack_loss
 from unisono.strategies.whole_batch import Rows, WholeBatchLoss, gather_rows_of, rows_of
 
@@ -103,7 +104,8 @@ class SynchronousEngine:
             algorithm=strategy.algorithm,
             early=self._overlap,
         )
-        self._statistics = Statistics(context.model, key=str(context.number))
+        self._statistics = Statistics(context.model, context.buffers, key=str(context.number))
+        self._sync_batch_norms = SyncBatchNorms(context.model, self._joiner)
         self._reference = WeightReference()
         trained = list(context.parameters())
         self._planner = Planner(
@@ -161,6 +163,7 @@ class SynchronousEngine:
         self._failed = None
         self._loss_scale = loss_scale
         self._replan_if_parameters_changed()
+        self._sync_batch_norms.begin(batch, step=step)
         self._joiner.begin(f"step {step} of replica {self._context.number}", batch.assignment, step=step)
         self._statistics.keeper.begin()
         with self._tidy():
@@ -279,7 +282,7 @@ class SynchronousEngine:
         number = numbers[0] if numbers else 0
         try:
             supply = iter(batch)
-            with keyed(self._context.device) as seed:
+            with keyed(self._context.device) as seed, self._sync_batch_norms.replaced():
                 for number in numbers:
                     last = number == numbers[-1]
                     if batch.sizes[number] == 0:
@@ -308,6 +311,7 @@ class SynchronousEngine:
 
     def _finish_given_up(self, run: _Pass, number: int) -> StepTable:
         """Do for the rest of a pass what others wait for, and tell them that micro-batch `number` failed."""
+        self._sync_batch_norms.give_up()
         self._start_sums(run, None, is_known=False)
         if run.send_early:
             while self._num_sent < len(self._gradients.buckets):
@@ -323,7 +327,7 @@ class SynchronousEngine:
         own: dict[int, Rows] = {}
         self._gives_up = False
         try:
-            with keyed(context.device) as seed:
+            with keyed(context.device) as seed, self._sync_batch_norms.replaced():
                 for number, micro_batch in batch:
                     self._statistics.keeper.restore()
                     seed(derive(context.seed, "step", context.number, step, number))
@@ -341,6 +345,9 @@ class SynchronousEngine:
     def _exchange_rows(self, batch: GlobalBatch, own: dict[int, Rows] | None) -> Any:
         """Return the rows of all micro-batches, or the result of a step that is skipped. *Collective.*"""
         transport = self._joiner.transport
+        if own is None:
+            self._sync_batch_norms.give_up()
+        self._sync_batch_norms.rest()
         operation = "gather of embeddings"
         rows = self._joiner.collect(operation, lambda: gather_rows_of(transport, own, batch.sizes))
         if not isinstance(rows, int):
@@ -349,6 +356,7 @@ class SynchronousEngine:
         return StepResult(math.nan, 0.0, f"rank {rows} gave it up while it computed its embeddings")
 
     def _share(self, run: _Pass) -> StepTable:
+        self._sync_batch_norms.rest()
         self._joiner.collect(
             "exchange of the step's table", lambda: gather_rows(self._joiner.transport, run.table)
         )
@@ -372,13 +380,15 @@ class SynchronousEngine:
             batch.digest,
             self._gradients.digest,
         )
-        return _Pass(batch, step, new_table(shape), shape, signature, merges, self._overlap)
+        send_early = self._overlap and not self._sync_batch_norms.exchanges
+        return _Pass(batch, step, new_table(shape), shape, signature, merges, send_early)
 
     def _run_backward(
         self, run: _Pass, number: int, *, loss: Tensor, given: float | None, last: bool
     ) -> None:
-        self._start_sums(run, given)
         weight = float(run.batch.sizes[number]) if given is None else given
+        counts = weight != 0 and loss.requires_grad
+        self._start_sums(run, given, differentiates=counts)
         factor = weight / self._reference.of(run.batch, {number: weight})
         loss_factor = factor * self._loss_scale
         collector, keeper = self._gradients.collector, self._statistics.keeper
@@ -387,11 +397,13 @@ class SynchronousEngine:
         elif loss_factor != 1.0:
             collector.multiply(loss_factor)
         self._begin_leaf(run, number, last=last)
-        if weight != 0 and loss.requires_grad:
-            with self._joiner.doing(f"backward of micro-batch {number}", waits=False):
+        with self._joiner.doing(f"backward of micro-batch {number}", waits=False):
+            if counts:
                 (loss if loss_factor == 1.0 else loss * loss_factor).backward()  # type: ignore[no-untyped-call]
+            else:
+                self._sync_batch_norms.backward_nothing()
         present = collector.end_leaf()
-        changes = keeper.harvest()
+        changes = keeper.harvest(number)
         self._statistics.absorb(number, changes.averaged, factor=factor)
         row = Row(
             weight=weight,
@@ -413,16 +425,20 @@ class SynchronousEngine:
         self._gradients.collector.end_leaf()
         self._statistics.absorb_nothing(number)
 
-    def _start_sums(self, run: _Pass, given: float | None, *, is_known: bool = True) -> None:
+    def _start_sums(
+        self, run: _Pass, given: float | None, *, is_known: bool = True, differentiates: bool = False
+    ) -> None:
         """Once a pass, before its first backward: agree on the reference weight and clear the sums.
 
         Args:
             given: the weight that the loss function returned for the first own micro-batch, if any.
             is_known: whether it was called at all.
+            differentiates: whether its loss is about to run backward.
         """
         if run.started:
             return
         run.started = True
+        self._sync_batch_norms.rest(differentiates=differentiates)
         if not self._reference.is_agreed:
             self._agree_on_reference(run.batch, given, is_known=is_known)
         self._wait_for_unwanted()
@@ -542,7 +558,10 @@ class SynchronousEngine:
         self._gradients = self._planner.following(old, list(self._context.parameters()))
         if self._gradients.signature != old.signature:
             # Whatever changed the parameters may have changed the buffers with them.
-            self._statistics = Statistics(self._context.model, key=str(self._context.number))
+            self._statistics = Statistics(
+                self._context.model, self._context.buffers, key=str(self._context.number)
+            )
+            self._sync_batch_norms = SyncBatchNorms(self._context.model, self._joiner)
 
     def _agree_on_order(self, batch: GlobalBatch) -> None:
         """After the first step, order the buckets as gradients became ready on the owner of micro-batch 0."""
