@@ -70,6 +70,7 @@ class Replica:
         device: torch.device,
         seed: int,
         buffers: Declared,
+        replicas: Sequence[Replica],
     ) -> None:
         self.model = model
         self.buffers = buffers
@@ -108,6 +109,11 @@ class Replica:
                 seed=seed,
                 float32_gradients=master_weights,
                 buffers=buffers,
+                others=lambda: [
+                    (f"replica {other.number}: ", other.model, other.buffers)
+                    for other in replicas
+                    if other is not self
+                ],
             )
         )
 

@@ -241,6 +241,7 @@ class Run:
             device=self.device,
             seed=self.seed,
             buffers=buffers,
+            replicas=self._replicas,
         )
         self._replicas.append(replica)
         return replica

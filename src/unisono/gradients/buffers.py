@@ -96,15 +96,25 @@ class BufferChanges:
     digests: tuple[int, ...]
 
 
+Others = Sequence[tuple[str, nn.Module, Declared]]
+
+
 class BufferKeeper:
     """Keeps the buffers of `model` consistent while micro-batches run one after the other.
 
     Args:
         declared: the user's policies by names or patterns; what matches nothing is ignored here.
+        others: models that a loss function may run too, with a prefix for names of their buffers, and the policies
+            declared for them.
     """
 
-    def __init__(self, model: nn.Module, declared: Declared | None = None) -> None:
-        entries = list(_entries(model, policies_of(model, declared or {})))
+    def __init__(self, model: nn.Module, declared: Declared | None = None, others: Others = ()) -> None:
+        found: dict[int, _Entry] = {}
+        for place, each, policies in (("", model, declared or {}), *others):
+            for entry in _entries(each, policies_of(each, policies)):
+                entry.name = place + entry.name
+                found.setdefault(id(entry.original), entry)
+        entries = list(found.values())
         self._averaged = [entry for entry in entries if entry.policy == "mean"]
         self._others = [entry for entry in entries if entry.policy != "mean"]
         self._entries = self._averaged + self._others

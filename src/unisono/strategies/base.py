@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from unisono.collectives.announce import Announcer
 from unisono.gradients.buffer_policies import Declared
+from unisono.gradients.buffers import Others
 from unisono.grid import Assignment
 from unisono.transport.base import Transport
 
@@ -64,6 +65,8 @@ class ReplicaContext:
         seed: the run's seed.
         float32_gradients: add up gradients of 16-bit parameters in float32, and leave them so.
         buffers: the user's policies for buffers, by names or patterns.
+        others: returns the models of the run's other replicas, which a loss function may run too, each with a prefix
+            for the names of its buffers and their policies.
     """
 
     number: int
@@ -76,6 +79,7 @@ class ReplicaContext:
     seed: int
     float32_gradients: bool = False
     buffers: Declared = field(default_factory=dict)
+    others: Callable[[], Others] = tuple
 
 
 @dataclass(frozen=True)

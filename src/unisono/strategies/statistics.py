@@ -10,7 +10,7 @@ from unisono.collectives.gather import gather_tensors
 from unisono.errors import MismatchError
 from unisono.gradients.buckets import plan_buckets
 from unisono.gradients.buffer_policies import Declared
-from unisono.gradients.buffers import AGREE, BufferKeeper
+from unisono.gradients.buffers import AGREE, BufferKeeper, Others
 from unisono.gradients.partial_sums import PartialSums
 from unisono.grid import Assignment
 from unisono.strategies.joiner import Joiner
@@ -26,8 +26,8 @@ class Statistics:
     them. Of others the deciding values go to everybody, in one message for all buffers.
     """
 
-    def __init__(self, model: nn.Module, declared: Declared, *, key: str) -> None:
-        self.keeper = BufferKeeper(model, declared)
+    def __init__(self, model: nn.Module, declared: Declared, others: Others, *, key: str) -> None:
+        self.keeper = BufferKeeper(model, declared, others)
         buckets = plan_buckets(
             self.keeper.averaged, bucket_bytes=_BUCKET_BYTES, first_bucket_bytes=_BUCKET_BYTES
         )

@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.collectives.gather import gather_rows
 from unisono.errors import MismatchError, UsageError
+from unisono.gradients.buffers import Others
 from unisono.strategies.base import GlobalBatch
 from unisono.strategies.joiner import Joiner
 
@@ -45,14 +46,21 @@ _Header = tuple[_Doing, int, int]
 
 
 class SyncBatchNorms:
-    """All `torch.nn.SyncBatchNorm` layers of a model, at work in one replica.
+    """All `torch.nn.SyncBatchNorm` layers of a model, and of `others` that run with it, at work in one replica.
 
     Cost per layer and pass, forward or backward: two small messages, 24 bytes a rank and 8 (2 C + 1) bytes a
     micro-batch for C channels; and two headers per step. Nothing if the model has no such layer.
     """
 
-    def __init__(self, model: nn.Module, joiner: Joiner) -> None:
-        named = [(name, module) for name, module in model.named_modules() if _is_synchronized(module)]
+    def __init__(self, model: nn.Module, joiner: Joiner, others: Others) -> None:
+        models = [("", model), *((place, other) for place, other, _ in others)]
+        found = {
+            id(module): (place + name, module)
+            for place, each in reversed(models)
+            for name, module in each.named_modules()
+            if _is_synchronized(module)
+        }
+        named = list(found.values())
         self._names = [name or type(module).__name__ for name, module in named]
         self._layers = [cast(nn.SyncBatchNorm, module) for _, module in named]
         self._plain: list[Callable[..., Tensor]] = [

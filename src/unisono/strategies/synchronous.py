@@ -104,8 +104,7 @@ class SynchronousEngine:
             algorithm=strategy.algorithm,
             early=self._overlap,
         )
-        self._statistics = Statistics(context.model, context.buffers, key=str(context.number))
-        self._sync_batch_norms = SyncBatchNorms(context.model, self._joiner)
+        self._look_at_buffers()
         self._reference = WeightReference()
         trained = list(context.parameters())
         self._planner = Planner(
@@ -556,12 +555,17 @@ class SynchronousEngine:
     def _replan_if_parameters_changed(self) -> None:
         old = self._gradients
         self._gradients = self._planner.following(old, list(self._context.parameters()))
-        if self._gradients.signature != old.signature:
+        if self._gradients.signature != old.signature or len(self._context.others()) != len(self._others):
             # Whatever changed the parameters may have changed the buffers with them.
-            self._statistics = Statistics(
-                self._context.model, self._context.buffers, key=str(self._context.number)
-            )
-            self._sync_batch_norms = SyncBatchNorms(self._context.model, self._joiner)
+            self._look_at_buffers()
+
+    def _look_at_buffers(self) -> None:
+        """Find the buffers and layers of the model, and of all other models of the run, that a step may change."""
+        context = self._context
+        self._others = list(context.others())
+        key = str(context.number)
+        self._statistics = Statistics(context.model, context.buffers, self._others, key=key)
+        self._sync_batch_norms = SyncBatchNorms(context.model, self._joiner, self._others)
 
     def _agree_on_order(self, batch: GlobalBatch) -> None:
         """After the first step, order the buckets as gradients became ready on the owner of micro-batch 0."""
