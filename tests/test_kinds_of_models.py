@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import unisono
 from kinds_of_models import KINDS, Loss, cross_entropy, mlp, old_weight_norm
-from steps import alone, global_batch
+from steps import Line, alone, global_batch
 from unisono.cluster.launch import ForkServer
 from unisono.grid import cut
 
@@ -192,6 +192,61 @@ def test_parameters_that_a_rank_changes_its_own_way_are_found(launch: Launch) ->
     first, second = launch(work, 2)
     assert first == second
     assert "from other values" in first
+
+
+@pytest.mark.parametrize("seeds", [(0, 1), (7, 7)], ids=["each its own", "all the same"])
+def test_parameters_written_in_place_are_compared(launch: Launch, seeds: tuple[int, int]) -> None:
+    def work() -> str:
+        with unisono.join() as run:
+            model = mlp()
+            replica = run.replicate(model, torch.optim.Adam(model.parameters(), lr=0.1))
+            replica.step(global_batch(parts(0), shares=[2, 2], rank=run.rank), cross_entropy)
+            torch.manual_seed(seeds[run.rank])
+            model[2].reset_parameters()
+            try:
+                for step in (1, 2):
+                    replica.step(global_batch(parts(step), shares=[2, 2], rank=run.rank), cross_entropy)
+            except unisono.MismatchError as error:
+                return str(error)
+            return run.fingerprint(model)
+
+    first, second = launch(work, 2)
+    assert first == second
+    assert ("2.weight, 2.bias were written between steps" in first) == (seeds[0] != seeds[1])
+
+
+def test_a_sum_over_the_batch_is_its_mean_times_its_size(launch: Launch) -> None:
+    def work() -> float:
+        with unisono.join() as run:
+            model = Line()
+            replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.01))
+            values = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0])]
+            shares = [2 // run.world_size] * run.world_size
+            batch = global_batch(values, shares=shares, rank=run.rank)
+            replica.step(batch, lambda m, targets: m.loss(targets) * len(batch))
+            return model.w.item()
+
+    for world_size in (1, 2):
+        assert launch(work, world_size) == pytest.approx([0.15] * world_size)
+
+
+def test_a_parameter_of_many_small_buckets_and_an_odd_size(launch: Launch) -> None:
+    def work() -> str:
+        with unisono.join() as run:
+            model = nn.ParameterList([nn.Parameter(torch.ones(10_007)), nn.Parameter(torch.ones(3))])
+            strategy = unisono.Synchronous(bucket_bytes=1000, first_bucket_bytes=1000)
+            replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+            rows = [torch.arange(10_007.0) * scale for scale in (1.0, 2.0, 4.0)]
+            shares = [len(c) for c in cut(3, run.world_size)]
+            batch = global_batch([row[None] for row in rows], shares=shares, rank=run.rank)
+            replica.step(batch, lambda m, x: (m[0] * x).sum() + m[1].sum())
+            expected = 1 - 0.1 * torch.arange(10_007.0) * 7 / 3
+            assert torch.allclose(model[0], expected, rtol=1e-6)
+            return run.fingerprint(model)
+
+    (expected,) = launch(work, 1)
+    for world_size in (2, 3):
+        assert launch(work, world_size) == [expected] * world_size
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Linear(6, 3).requires_grad_(False), nn.ReLU])

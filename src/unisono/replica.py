@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from unisono.collectives.announce import Announcer
-from unisono.errors import UsageError
+from unisono.errors import MismatchError, UsageError
 from unisono.events import Event, Notice, StepFinished
 from unisono.gradients.accumulation import Window
 from unisono.gradients.buckets import HALVES
 from unisono.gradients.buffer_policies import Declared
+from unisono.gradients.changes import Changes, sum_of_bits
 from unisono.gradients.clipping import clip_by_norm, clip_by_value
 from unisono.gradients.master_weights import MasterWeights
 from unisono.gradients.parameters import TrainedParameters, outside_parameters
@@ -95,6 +96,8 @@ class Replica:
         self._parameters = TrainedParameters(
             model, lambda: self.optimizers, lambda message: emit(Notice(message)), self._masters.parameter_of
         )
+        self._changes = Changes()
+        self._changes.remember(self._parameters())
         if not master_weights:
             self._warn_of_halves()
         self._engine = strategy.bind(
@@ -262,6 +265,10 @@ class Replica:
         self._engine.load_state_dict(state["strategy"])
         self._masters.push()
 
+    def expect_current_values(self) -> None:
+        """Take the parameters' values for agreed on: they were just made equal on all workers."""
+        self._changes.remember(self._parameters())
+
     def close(self) -> None:
         """Take everything off the model that was put on it."""
         self._engine.close()
@@ -287,19 +294,33 @@ class Replica:
         self._norm_is_finite = True
         self._masters.attach()
         self._masters.pull()
+        changed = self._changes.find(self._parameters())
         if window.weight:
             window.hold(self._trained())
         with self._others_untouched():
             try:
                 result = self._engine.backward(
-                    batch, loss_fn, step=self._num_batches, loss_scale=self._scale.value, embed=embed
+                    batch,
+                    loss_fn,
+                    step=self._num_batches,
+                    loss_scale=self._scale.value,
+                    embed=embed,
+                    state=sum_of_bits(changed.values()),
                 )
+            except MismatchError as error:
+                window.release()
+                if not changed:
+                    raise
+                names = ", ".join(list(changed)[:3]) + (" and others" if len(changed) > 3 else "")
+                raise MismatchError(f"{error} On this rank {names} were written between steps.") from error
             except Exception as error:
                 if self._engine.has_failed:
                     self._failure = error
                 else:
                     window.release()
                 raise
+        if changed:
+            self._changes.remember(self._parameters())
         self._take(window, result)
         return result
 
@@ -371,6 +392,7 @@ class Replica:
         for optimizer in self.optimizers:
             optimizer.step()
         self._masters.push()
+        self._changes.remember(self._parameters())
         self._operations.leave()
 
     def _finish(self, window: Window, skipped: str | None) -> None:
@@ -397,6 +419,7 @@ class Replica:
         def closure() -> float:
             self._window = None
             self._masters.push()
+            self._changes.remember(self._parameters())
             window = Window()
             self._evaluate(batch, loss_fn, embed, window)
             windows.append(window)
@@ -409,6 +432,7 @@ class Replica:
         self._masters.pull()
         optimizer.step(closure)
         self._masters.push()
+        self._changes.remember(self._parameters())
         self._num_batches += 1
         first = windows[0]
         self._finish(first, first.skipped)

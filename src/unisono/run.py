@@ -224,6 +224,8 @@ class Run:
                     *describe_declared(buffers),
                 ],
             )
+        for other in self._replicas:  # of which this model may be a part
+            other.expect_current_values()
         replica = Replica(
             model,
             optimizer,

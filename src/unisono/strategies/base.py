@@ -110,11 +110,13 @@ class Engine(Protocol):
         step: int,
         loss_scale: float = 1.0,
         embed: Embed | None = None,
+        state: int = 0,
     ) -> StepResult:
         """Leave the gradient of the global batch's mean loss in every parameter's ``.grad``.
 
         Collective: every rank calls this, in the same order. Losses are multiplied by `loss_scale` before
-        their backward pass, and gradients divided by it after they were added up.
+        their backward pass, and gradients divided by it after they were added up. `state` stands for what else must
+        be the same on all ranks.
         """
         ...
 

@@ -124,6 +124,7 @@ class SynchronousEngine:
         self._leaf_scale = 1.0
         self._early_scale = 1.0
         self._loss_scale = 1.0
+        self._state = 0
         self._gives_up = False
         self._running = 0
         self._failed: Callable[[], StepResult] | None = None
@@ -148,6 +149,7 @@ class SynchronousEngine:
         step: int,
         loss_scale: float = 1.0,
         embed: Embed | None = None,
+        state: int = 0,
     ) -> StepResult:
         """Leave the gradient of the global batch's mean loss in every parameter's ``.grad``.
 
@@ -161,6 +163,7 @@ class SynchronousEngine:
         """
         self._failed = None
         self._loss_scale = loss_scale
+        self._state = state
         self._replan_if_parameters_changed()
         self._sync_batch_norms.begin(batch, step=step)
         self._joiner.begin(f"step {step} of replica {self._context.number}", batch.assignment, step=step)
@@ -373,6 +376,7 @@ class SynchronousEngine:
         signature = short_digest(
             step,
             self._context.seed,
+            self._state,
             assignment.owners,
             batch.sizes,
             batch.nominal_weight,
