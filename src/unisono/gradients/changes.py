@@ -11,21 +11,24 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class Changes:
-    """Remembers how parameters were left, by version and address; both are free to read."""
+    """Remembers how parameters were left, by their version counters, which are free to read.
+
+    The same script counts alike on every rank. Writes through ``.data`` don't count.
+    """
 
     def __init__(self) -> None:
-        self._left: dict[nn.Parameter, tuple[int, int]] = {}
+        self._left: dict[nn.Parameter, int] = {}
 
     def remember(self, named: Named) -> None:
         """Take parameters as they are now for how they should be found."""
-        self._left = {parameter: _state(parameter) for _, parameter in named}
+        self._left = {parameter: parameter._version for _, parameter in named}
 
     def find(self, named: Named) -> dict[str, nn.Parameter]:
         """Return those that were written since, by name; new ones are not among them."""
         return {
             name: parameter
             for name, parameter in named
-            if self._left.get(parameter, _state(parameter)) != _state(parameter)
+            if self._left.get(parameter, parameter._version) != parameter._version
         }
 
 
@@ -38,7 +41,3 @@ def sum_of_bits(parameters: Iterable[Tensor]) -> int:
         total += (index + 1) * int(flat[:words].view(torch.int32).sum(dtype=torch.int64))
         total += int(flat[words:].sum(dtype=torch.int64))
     return total
-
-
-def _state(parameter: nn.Parameter) -> tuple[int, int]:
-    return parameter._version, parameter.data_ptr()
