@@ -171,6 +171,11 @@ def old_weight_norm() -> nn.Module:
     return nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 5)), nn.Linear(5, 3))  # deprecated, and in use
 
 
+def spectral_norm() -> nn.Module:
+    """Its vectors change in every forward pass, by the weights alone."""
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 5)), nn.Linear(5, 3))
+
+
 class Symmetric(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight.triu() + weight.triu(1).T

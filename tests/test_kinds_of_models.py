@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono
-from kinds_of_models import KINDS, Loss, cross_entropy, mlp, old_weight_norm
+from kinds_of_models import KINDS, Loss, cross_entropy, mlp, old_weight_norm, spectral_norm
 from steps import Line, alone, global_batch
 from unisono.cluster.launch import ForkServer
 from unisono.grid import cut
@@ -104,11 +104,12 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[P
     optimizer.step()
 
 
-def test_weight_norm_of_the_old_style_trains(launch: Launch) -> None:
+@pytest.mark.parametrize("build", [old_weight_norm, spectral_norm])
+def test_normalised_weights_train(launch: Launch, build: Callable[[], nn.Module]) -> None:
     def work() -> str:
         with unisono.join() as run, warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            model = old_weight_norm()
+            warnings.simplefilter("ignore", FutureWarning)  # the older one is deprecated, and in use
+            model = build()
             replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
             shares = [2] * 2 if run.world_size == 2 else [4]
             for step in range(3):
