@@ -167,7 +167,7 @@ class GradientCollector:
         if self.ready_order is not None:
             self.ready_order.setdefault(index)
         opened = self._opened[number]
-        if opened is not None and not self._makes_dense(index):
+        if opened is not None:
             _move(parameter, opened[self._slot_of[index]], self._scale)
         self._missing[number] -= 1
         if self._missing[number] == 0 and (self._on_complete is not None or opened is not None):
@@ -176,9 +176,9 @@ class GradientCollector:
     def _absorb(self, number: int) -> None:
         assert self._leaf is not None
         slots = self._buckets[number].slots
-        for slot in slots:
-            self._makes_dense(slot.index)
         gradients = [self._parameters[slot.index].grad for slot in slots]
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            gradients = [self._made_dense(slot.index) for slot in slots]
         with torch.no_grad():
             views = self._sums[number].absorb(self._leaf, gradients)
         self._views[number] = views
@@ -188,23 +188,19 @@ class GradientCollector:
         if self._on_complete is not None:
             self._on_complete(number)
 
-    def _makes_dense(self, index: int) -> bool:
-        """Note a sparse gradient where a dense one was planned for, and make it dense; say whether it was so."""
+    def _made_dense(self, index: int) -> Tensor | None:
+        """Return a parameter's gradient as the dense one that was planned for; note whether it was not."""
         gradient = self._parameters[index].grad
-        if gradient is None or not gradient.is_sparse:
-            return False
-        self._sparse_in_leaf[index] = True
-        self._parameters[index].grad = gradient.to_dense()
-        return True
+        self._sparse_in_leaf[index] = gradient is not None and gradient.is_sparse
+        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
     def _absorb_sparse(self, index: int, sums: SparseSums) -> None:
         assert self._leaf is not None
         gradient = self._parameters[index].grad
         self._present[index] = gradient is not None
         self._sparse_in_leaf[index] = gradient is not None and gradient.is_sparse
-        if gradient is not None and not gradient.is_sparse:
-            gradient = gradient.to_sparse(1)  # of no use: the step is done again with a dense one
-        sums.absorb(self._leaf, gradient)
+        # A dense one is of no use here: the step is done again, with a bucket for it.
+        sums.absorb(self._leaf, gradient if self._sparse_in_leaf[index] else None)
         self._parameters[index].grad = None
 
     def _set_gradient_dtype(self, index: int, dtype: torch.dtype) -> None:
@@ -219,7 +215,8 @@ class GradientCollector:
         assert views is not None
         assert parameter.grad is not None
         assert self._leaf is not None
-        self._makes_dense(index)
+        # With one of each kind the whole is dense.
+        self._sparse_in_leaf[index] = self._sparse_in_leaf[index] and parameter.grad.is_sparse
         if self._on_complete is not None or self._opened[number] is None or self._scale != 1.0:
             self.fired_late = True
         else:
@@ -232,7 +229,7 @@ def _move(parameter: Tensor, view: Tensor, scale: float) -> None:
     """Put a parameter's gradient times `scale` into `view` and make that its gradient."""
     gradient = parameter.grad
     assert gradient is not None
-    if gradient is not view:
+    if gradient is not view and not gradient.is_sparse:
         with torch.no_grad():
             if scale == 1.0:
                 view.copy_(gradient)

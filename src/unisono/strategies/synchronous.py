@@ -207,20 +207,28 @@ class SynchronousEngine:
         table = self._run(batch, loss_fn, step=step)
         table.check_signatures_agree(batch.assignment.owners, step=step)
         skipped = table.reason_to_skip(batch.assignment.owners)
-        while skipped is None and self._has_to_redo(table):
+        dense: set[int] = set()
+        while skipped is None and self._has_to_redo(table, dense):
             table = self._run(batch, loss_fn, step=step)
             skipped = table.reason_to_skip(batch.assignment.owners)
         if skipped is not None:
             return self._skip(skipped, table)
         return self._apply(batch, table, step=step)
 
-    def _has_to_redo(self, table: StepTable) -> bool:
-        """Say whether the plan was wrong and mend it. All see it in the shared table, so all do the step again."""
+    def _has_to_redo(self, table: StepTable, dense: set[int]) -> bool:
+        """Say whether the plan was wrong and mend it. All see it in the shared table, so all do the step again.
+
+        Args:
+            dense: parameters whose gradient was dense in this step before. They stay so, even if the loss function
+                does something else when it is called again; otherwise there might be no end.
+        """
         if table.fired_late:
             # From now on nothing is sent or scaled before the end of backward.
             self._overlap = self._scales_leaves = False
             return True
-        wrong = table.wrongly_planned(self._gradients.collector.sparse)
+        found = table.wrongly_planned(self._gradients.collector.sparse)
+        wrong = {index: is_sparse for index, is_sparse in found.items() if index not in dense}
+        dense |= {index for index, is_sparse in wrong.items() if not is_sparse}
         if wrong:
             self._wait_for_unwanted()
             self._gradients = self._planner.with_sparse(self._gradients, wrong)
