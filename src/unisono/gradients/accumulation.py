@@ -58,5 +58,6 @@ def _mix(parameter: nn.Parameter, before: Tensor | None, part_before: float, par
             now = now * part_now
         if before is not None:
             before = before * part_before
-            now = before if now is None else before + now
+            # torch adds a sparse gradient to a dense one, not the other way round.
+            now = before if now is None else now + before if before.is_sparse else before + now
     parameter.grad = now

@@ -17,8 +17,8 @@ NORM_BLOCK = 4096
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> float:
-    """Return the Euclidean norm of all `gradients` together. Reads each once."""
-    gradients = list(gradients)
+    """Return the Euclidean norm of all `gradients` together. Reads each once; of sparse ones what they store."""
+    gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
     blocks = _sums_of_squares(gradients)
     if not all(map(math.isfinite, blocks)):
         # The square of a finite number may be too large for float32. Rare, so only then a wider type.
@@ -32,10 +32,10 @@ def clip_by_norm(gradients: list[Tensor], max_norm: float) -> float:
     Returns:
         The norm before clipping; nan if any gradient isn't finite, and then nothing is scaled.
     """
-    gradients = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
     norm = gradient_norm(gradients)
     if norm > max_norm:
-        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+        parts = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+        torch._foreach_mul_(parts, max_norm / (norm + 1e-6))
     return norm
 
 

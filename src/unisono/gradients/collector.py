@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from unisono.gradients.buckets import Bucket
+from unisono.gradients.buckets import Bucket, sum_dtype
 from unisono.gradients.partial_sums import PartialSums
 from unisono.gradients.sparse_sums import SparseSums
 
@@ -27,17 +27,22 @@ class GradientCollector:
     Args:
         parameters: those that are trained.
         buckets: where dense gradients go. What is in none of them has a sparse gradient.
-        rounds: give parameters gradients of their own dtype where buckets have a wider one.
+        float32_sums: whether `buckets` are so planned; sparse gradients are then added up in float32 too.
+        rounds: give parameters gradients of their own dtype where sums have a wider one.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], buckets: Sequence[Bucket], *, rounds: bool = True
+        self,
+        parameters: Sequence[nn.Parameter],
+        buckets: Sequence[Bucket],
+        *,
+        float32_sums: bool = False,
+        rounds: bool = True,
     ) -> None:
         self._parameters = list(parameters)
         self._rounds = rounds
-        self._wide = {
-            s.index: b.dtype for b in buckets for s in b.slots if b.dtype != parameters[s.index].dtype
-        }
+        dtypes = [sum_dtype(parameter, float32_sums=float32_sums) for parameter in parameters]
+        self._wide = {i: dtype for i, dtype in enumerate(dtypes) if dtype != parameters[i].dtype}
         self._buckets = buckets
         self._sums = [PartialSums(bucket) for bucket in buckets]
         self._bucket_of = {slot.index: number for number, b in enumerate(buckets) for slot in b.slots}
@@ -86,12 +91,26 @@ class GradientCollector:
             sparse.begin(merges)
 
     def clear(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients. What comes next is not of a step, and of a parameter's own dtype if sums are rounded."""
+        self._drop()
+        self.end_step()
+
+    def accumulate_anew(self) -> None:
+        """Drop all gradients. What comes next is of a step, so autograd adds it up in the dtype of the sums."""
+        self._drop()
+        for index, dtype in self._wide.items():
+            self._set_gradient_dtype(index, dtype)
+
+    def end_step(self) -> None:
+        """After all sums were published: let parameters without a gradient have one of their own dtype next."""
+        if self._rounds:
+            for index in self._wide:
+                self._set_gradient_dtype(index, self._parameters[index].dtype)
+
+    def _drop(self) -> None:
         self._leaf = None
         for parameter in self._parameters:
             parameter.grad = None
-        for index, dtype in self._wide.items():
-            self._set_gradient_dtype(index, dtype)  # autograd then adds up in it
 
     def multiply(self, factor: float) -> None:
         """Multiply what the loss function's own backward calls have left in ``p.grad``, if anything."""
@@ -132,7 +151,7 @@ class GradientCollector:
     def publish_sparse(self, totals: Mapping[int, Tensor | None], *, scale: float) -> None:
         """Give parameters their sparse gradients, `totals` times `scale`."""
         for index, total in totals.items():
-            self._parameters[index].grad = None if total is None else (total * scale).coalesce()
+            self._hand_over(index, None if total is None else (total * scale).coalesce())
 
     def partials(self, bucket: int) -> dict[Hashable, Tensor]:
         """Return this worker's partial sums of one bucket, as flat tensors."""
@@ -142,13 +161,16 @@ class GradientCollector:
         """Make ``p.grad`` a view of `total` for each parameter of the bucket that is present, else None."""
         views = self._sums[bucket].views_of(total)
         for slot, view in zip(self._buckets[bucket].slots, views, strict=True):
-            parameter = self._parameters[slot.index]
-            if slot.index in self._wide and self._rounds:
-                parameter.grad = None
-                self._set_gradient_dtype(slot.index, parameter.dtype)
-                view = view.to(parameter.dtype)
             # Another tensor over the same memory: the user may make it something else, as `model.double()` does.
-            parameter.grad = view.detach() if present[slot.index] else None
+            self._hand_over(slot.index, view.detach() if present[slot.index] else None)
+
+    def _hand_over(self, index: int, gradient: Tensor | None) -> None:
+        parameter = self._parameters[index]
+        if index in self._wide and self._rounds:
+            parameter.grad = None
+            self._set_gradient_dtype(index, parameter.dtype)
+            gradient = None if gradient is None else gradient.to(parameter.dtype)
+        parameter.grad = gradient
 
     def _on_gradient(self, index: int, _: Tensor) -> None:
         if self._leaf is None:

@@ -117,7 +117,9 @@ class Planner:
             first_bucket_bytes=self._first_bucket_bytes,
             float32_sums=self._float32_sums,
         )
-        collector = GradientCollector(parameters, buckets, rounds=self._rounds)
+        collector = GradientCollector(
+            parameters, buckets, float32_sums=self._float32_sums, rounds=self._rounds
+        )
         return GradientPlan(named, buckets, collector, signature_of(named), digest, order)
 
     def _is_sparse(self, parameter: nn.Parameter) -> bool:

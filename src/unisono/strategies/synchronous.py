@@ -287,7 +287,7 @@ class SynchronousEngine:
         """Run forward and backward of every own micro-batch; share what happened. *Collective.*"""
         run = self._new_pass(batch, step)
         self._gives_up = False
-        self._gradients.collector.clear()
+        self._gradients.collector.accumulate_anew()
         numbers = batch.assignment.micro_batches(self._joiner.transport.rank)
         number = numbers[0] if numbers else 0
         try:
@@ -404,7 +404,7 @@ class SynchronousEngine:
         loss_factor = factor * self._loss_scale
         collector, keeper = self._gradients.collector, self._statistics.keeper
         if weight == 0:
-            collector.clear()
+            collector.accumulate_anew()
         elif loss_factor != 1.0:
             collector.multiply(loss_factor)
         self._begin_leaf(run, number, last=last)
@@ -524,6 +524,7 @@ class SynchronousEngine:
             self._gradients.collector.publish(number, total, present=present)
         if self._gradients.collector.sparse:
             self._reduce_sparse(present, scale=scale)
+        self._gradients.collector.end_step()
 
     def _reduce_sparse(self, present: Sequence[bool], *, scale: float) -> None:
         """Join the sparse gradients, times `scale`, and hand them to the parameters. *Collective.*"""
