@@ -171,7 +171,7 @@ class Replica:
         The norm is that of `parameters` together, by default all that are trained, the same bits on every worker.
         If it isn't finite nothing is scaled, and `update` skips the step.
         """
-        chosen = [p for _, p in self._parameters()] if parameters is None else list(parameters)
+        chosen = self._trained() if parameters is None else map(self._masters.parameter_of, parameters)
         norm = clip_by_norm([p.grad for p in chosen if p.grad is not None], max_norm)
         self._norm_is_finite = self._norm_is_finite and math.isfinite(norm)
         return norm
@@ -292,9 +292,10 @@ class Replica:
         if embed is None:
             loss_fn = self._before_step(self, batch, loss_fn)
         self._norm_is_finite = True
+        changed = self._changes.find(self._parameters())
+        # After a look at the parameters, which lets new ones take the places of those they replaced.
         self._masters.attach()
         self._masters.pull()
-        changed = self._changes.find(self._parameters())
         if window.weight:
             window.hold(self._trained())
         with self._others_untouched():
@@ -328,10 +329,11 @@ class Replica:
         window.is_finite = window.is_finite and result.is_finite
         if result.skipped is None:
             window.add(self._trained() if window.weight else (), loss=result.loss, weight=result.weight)
-            self._masters.take_gradients()
         else:
             window.skipped = result.skipped
             window.release()
+        self._masters.take_gradients()
+        if result.skipped is not None:
             self._emit(Notice(f"step {self.num_steps}: a global batch was skipped: {result.skipped}"))
 
     @contextmanager
@@ -389,6 +391,7 @@ class Replica:
 
     def _apply(self) -> None:
         self._operations.enter("update", self.num_steps, waits=False)
+        self._masters.take_gradients()  # the script may have given parameters others
         for optimizer in self.optimizers:
             optimizer.step()
         self._masters.push()

@@ -91,7 +91,7 @@ class GradientCollector:
             sparse.begin(merges)
 
     def clear(self) -> None:
-        """Drop all gradients. What comes next is not of a step, and of a parameter's own dtype if sums are rounded."""
+        """Drop all gradients. What comes next is of no step, and of a parameter's own dtype if sums are rounded."""
         self._drop()
         self.end_step()
 

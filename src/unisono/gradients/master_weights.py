@@ -7,10 +7,11 @@ is the master, rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.errors import UsageError
 from unisono.gradients.buckets import HALVES
@@ -21,15 +22,17 @@ class MasterWeights:
     """The masters of all 16-bit parameters that `optimizers` hold.
 
     Costs 4 bytes for each element besides what the optimizer keeps. A parameter that the script changes between
-    steps gives its master the new value, unless it is written through ``.data``.
+    steps gives its master the new value, unless it is written through ``.data``. It is the parameter's ``.grad``,
+    of float32 too, that counts: its master gets it before an update.
 
     Raises:
-        UsageError: an optimizer has state of a 16-bit parameter already.
+        UsageError: an optimizer has stepped with a 16-bit parameter already.
     """
 
     def __init__(self, optimizers: Callable[[], Optimizers]) -> None:
         self._optimizers = optimizers
-        self._of_master: dict[nn.Parameter, nn.Parameter] = {}
+        # Weak: a master lives as long as some group holds it, also one of an optimizer that is not in use now.
+        self._of_master: MutableMapping[nn.Parameter, nn.Parameter] = WeakTensorKeyDictionary()
         self._versions: dict[nn.Parameter, int] = {}
         self.attach()
 
@@ -45,27 +48,32 @@ class MasterWeights:
                 for at, parameter in enumerate(group["params"]):
                     if parameter.dtype not in HALVES:
                         continue
-                    if optimizer.state.get(parameter):
-                        raise UsageError(
-                            f"{type(optimizer).__name__} has state of a {parameter.dtype} parameter already: give "
-                            f"run.replicate an optimizer that has not stepped, with master_weights=True."
-                        )
                     if parameter not in masters:
                         masters[parameter] = _new_master(parameter)
                         self._of_master[masters[parameter]] = parameter
                         self._versions[parameter] = parameter._version
+                    _move_state(optimizer, parameter, masters[parameter])
                     group["params"][at] = masters[parameter]
 
     def pull(self) -> None:
-        """Take over what the script changed in parameters since `push`."""
+        """Take over what the script changed in parameters since `push`.
+
+        Raises:
+            UsageError: a parameter has become wider than its master.
+        """
         for master, parameter in self._of_master.items():
+            if parameter.dtype.itemsize > master.dtype.itemsize:
+                raise UsageError(
+                    f"a parameter with a float32 master became {parameter.dtype}, expected one of 16 bits: convert "
+                    f"the model before run.replicate(..., master_weights=True), and build its optimizer anew."
+                )
             if parameter._version != self._versions[parameter]:
                 with torch.no_grad():
                     master.copy_(parameter)
                 self._versions[parameter] = parameter._version
 
     def take_gradients(self) -> None:
-        """Give masters the gradients of their parameters, which are of float32."""
+        """Give masters the gradients of their parameters, which are of float32: the same tensors."""
         for master, parameter in self._of_master.items():
             master.grad = parameter.grad
 
@@ -80,3 +88,21 @@ class MasterWeights:
 
 def _new_master(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+
+
+def _move_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, master: nn.Parameter) -> None:
+    """Give `master` the state that some optimizers (Adagrad) have before their first step."""
+    state = optimizer.state.get(parameter)
+    if not state:
+        return
+    if state.get("step", 1) != 0:
+        raise UsageError(
+            f"{type(optimizer).__name__} has state of a {parameter.dtype} parameter already: give run.replicate an "
+            f"optimizer that has not stepped, with master_weights=True."
+        )
+    del optimizer.state[parameter]
+    optimizer.state[master] = {key: _widened(value) for key, value in state.items()}
+
+
+def _widened(value: object) -> object:
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
