@@ -75,3 +75,19 @@ def test_a_gradient_that_is_not_finite_gives_nan_and_scales_nothing(odd: float) 
 
 def test_no_gradients_have_norm_zero() -> None:
     assert clip_by_norm([], 1.0) == 0.0
+
+
+def test_sparse_gradients_have_the_norm_of_their_rows() -> None:
+    def gradient(indices: list[int], values: list[float]) -> torch.Tensor:
+        return torch.sparse_coo_tensor([indices], values, (9,), check_invariants=True)
+
+    coalesced, repeated, empty = (
+        gradient([1, 4], [3.0, 0.0]).coalesce(),
+        gradient([2, 2], [1.0, 3.0]),
+        gradient([], []),
+    )
+    assert gradient_norm([coalesced, repeated, empty]) == 5.0
+    assert gradient_norm([empty]) == 0.0
+    assert clip_by_norm([coalesced, repeated, empty], 0.5) == 5.0
+    assert coalesced.to_dense()[1].item() == pytest.approx(0.3)
+    assert repeated.to_dense()[2].item() == pytest.approx(0.4)

@@ -59,7 +59,8 @@ def join_sparse(
 ) -> list[Tensor | None]:
     """Return the sum of each parameter over the whole grid. *Collective.*
 
-    Cost: every worker gets the rows of all blocks, and adds them up.
+    Cost: two all-reduces, one of sizes and one of n bytes, where n is what rows and indices of all blocks of all
+    workers take together; every worker adds all of them up.
 
     Args:
         sums: one for each parameter.
