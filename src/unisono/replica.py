@@ -93,6 +93,7 @@ class Replica:
         self._in_step = False
         self._scale = LossScale(scaler, device)
         self._masters = MasterWeights(lambda: self.optimizers if master_weights else ())
+        self._check_no_masters_of(replicas)
         self._parameters = TrainedParameters(
             model, lambda: self.optimizers, lambda message: emit(Notice(message)), self._masters.parameter_of
         )
@@ -348,6 +349,16 @@ class Replica:
         finally:
             for parameter, gradient in others:
                 parameter.grad = gradient
+
+    def _check_no_masters_of(self, replicas: Iterable[Replica]) -> None:
+        """Refuse an optimizer whose groups hold another replica's masters: here nobody would know of what."""
+        held = [parameter for group in self._groups() for parameter in group["params"]]
+        for other in replicas:
+            if any(other._masters.parameter_of(parameter) is not parameter for parameter in held):
+                raise UsageError(
+                    f"replica {self.number}: the optimizer holds float32 masters of replica {other.number}, expected "
+                    f"the model's own parameters: build an optimizer for every run.replicate."
+                )
 
     def _warn_of_halves(self) -> None:
         dtypes = {str(p.dtype).removeprefix("torch.") for _, p in self._parameters() if p.dtype in HALVES}

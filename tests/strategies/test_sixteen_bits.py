@@ -136,6 +136,17 @@ def test_an_optimizer_that_has_stepped_with_sixteen_bits_gets_no_masters(run: un
         run.replicate(model, optimizer, master_weights=True)
 
 
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_an_optimizer_with_masters_of_another_replica_is_refused(
+    run: unisono.Run, master_weights: bool
+) -> None:
+    model = half_line()
+    optimizer = sgd(model)
+    run.replicate(model, optimizer, master_weights=True)
+    with pytest.raises(UsageError, match=r"replica 1: the optimizer holds float32 masters of replica 0"):
+        run.replicate(model, optimizer, master_weights=master_weights)
+
+
 def test_a_replaced_parameter_gets_a_master_of_its_own(run: unisono.Run) -> None:
     model = nn.Linear(2, 2).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
