@@ -37,14 +37,20 @@ def script(tmp_path):
 
 def torchrun(script, *args):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
+    process = subprocess.Popen(
         [*command, str(script), *args],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=50,
-        check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+    try:
+        out, err = process.communicate(timeout=50)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its workers
+        process.communicate(timeout=40)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def test_torchrun_gives_the_same_fingerprint_as_our_launcher(script, run_script):

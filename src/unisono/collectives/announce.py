@@ -51,6 +51,11 @@ class Announcer:
         table[self._transport.rank] = _digest(name)
         self._pending = name, table, self._transport.all_reduce(table)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether `check` may have to wait."""
+        return self._pending is not None
+
     def check(self) -> None:
         """Wait until all ranks have begun a call, and compare. *Blocking.* Free if that was done.
 

@@ -36,7 +36,7 @@ def sum_of_bits(parameters: Iterable[Tensor]) -> int:
     """Return a number that differs where values do, for all practical purposes. Reads each once."""
     total = 0
     for index, parameter in enumerate(parameters):
-        flat = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = parameter.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         words = flat.numel() // 4 * 4
         total += (index + 1) * int(flat[:words].view(torch.int32).sum(dtype=torch.int64))
         total += int(flat[words:].sum(dtype=torch.int64))

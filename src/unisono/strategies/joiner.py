@@ -63,6 +63,7 @@ class Joiner:
         self._scratch = Scratch()
         self._step = 0
         self._posts = False
+        self._doing: tuple[str, bool] | None = None
 
     def begin(self, name: str, assignment: Assignment, *, step: int) -> None:
         """Start the call `name`, a step over `assignment`. *Collective.* Returns at once."""
@@ -82,11 +83,16 @@ class Joiner:
     @contextmanager
     def doing(self, operation: str, *, waits: bool = True) -> Iterator[None]:
         """Say what this worker is doing, for those who wait for it; and whether it waits for them."""
+        outer, self._doing = self._doing, (operation, waits)
         self._operations.enter(operation, self._step, waits=waits)
         try:
             yield
         finally:
-            self._operations.leave()
+            self._doing = outer
+            if outer is None:
+                self._operations.leave()
+            else:
+                self._operations.enter(outer[0], self._step, waits=outer[1])
 
     def collect(self, operation: str, collective: Callable[[], T]) -> T:
         """Run one collective after those started before it, and wait for its result. *Collective.*"""
@@ -101,7 +107,7 @@ class Joiner:
         """Start what `join` does; return what waits for its result, to be called once. *Collective.*"""
         if self._posts:
             if self.transport.device.type == "cpu":  # elsewhere it would wait for the device in mid-backward
-                self._announcer.check()
+                self._meet()
             return self._post(partials, bucket, scale)
         assert self._pool is not None
         join = partial(self.join, partials, bucket, key=key, scale=scale)
@@ -124,6 +130,12 @@ class Joiner:
             scale=scale,
             scratch=self._scratch,
         )
+
+    def _meet(self) -> None:
+        """Wait until all workers have begun the step, in the middle of a backward pass."""
+        if self._announcer.is_pending:
+            with self.doing("start of the step"):
+                self._announcer.check()
 
     def _checked(self, collective: Callable[[], T]) -> T:
         self._announcer.check()

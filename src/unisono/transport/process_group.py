@@ -87,6 +87,8 @@ class ProcessGroupTransport(Transport):
             self._gloo = gloo_device(hostname, interface) if backend == "gloo" else None
             self._group = self._make_group("all", rank, world_size)
         _close_in_forked_children(self)
+        # A rank that leaves at once must not break connections that others are still making.
+        self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device)).wait()
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Work:
         return self._post(lambda: self._transfer(sends, receives))
