@@ -176,6 +176,21 @@ def test_a_failed_backward_counts_as_nothing_once_it_is_given_up(run: unisono.Ru
     assert (replica.model.w.item(), replica.num_steps, replica.skipped) == (3.0, 1, False)
 
 
+def test_an_error_on_all_workers_leaves_nothing_to_update(run: unisono.Run) -> None:
+    replica = line(run)
+    with pytest.raises(unisono.MismatchError):
+        replica.backward(global_batch([torch.ones(1), torch.ones(2)]), some_weights)
+    with pytest.raises(UsageError, match=r"step 0: update\(\) without a gradient"):
+        replica.update()
+    replica.step(some_batch(), line_loss)
+    assert replica.model.w.item() == 3.0
+
+
+def some_weights(model: Any, targets: Tensor) -> Any:
+    loss = line_loss(model, targets)
+    return loss if len(targets) == 1 else (loss, 2)
+
+
 def test_observers_are_told_each_finished_step() -> None:
     events: list[Event] = []
     with unisono.join(observer=events.append) as run:

@@ -193,11 +193,13 @@ class Replica:
                 f"{type(self._closure_optimizer()).__name__} computes the gradient several times in a step: call "
                 f"replica.step(batch, loss_fn), which lets it."
             )
-        if self._window is None:
+        window, self._window = self._window, None
+        if window is None or not (
+            window.weight or window.skipped
+        ):  # the only backward call failed everywhere
             raise UsageError(
                 f"step {self.num_steps}: update() without a gradient; call backward(batch, loss_fn) first."
             )
-        window, self._window = self._window, None
         skipped = self._reason_to_skip(window)
         if skipped is None:
             self._apply()
