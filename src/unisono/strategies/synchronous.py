@@ -9,7 +9,7 @@ first factor is 1 and the second one over the number of micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from unisono.collectives.choose import check_algorithm
-from unisono.collectives.gather import gather_rows, gather_tensors
+from unisono.collectives.gather import gather_rows
 from unisono.errors import MismatchError, TransportError, UsageError
 from unisono.gradients.partial_sums import count_merges
-from unisono.gradients.sparse_sums import declared_sparse, join_sparse
+from unisono.gradients.sparse_sums import declared_sparse
 from unisono.randomness import derive, keyed
 from unisono.strategies.base import Embed, GlobalBatch, LossFunction, ReplicaContext, StepResult
 from unisono.strategies.gradient_plan import Planner, short_digest
 from unisono.strategies.joiner import Joiner
+from unisono.strategies.reduction import Reduction
 from unisono.strategies.statistics import Statistics
 from unisono.strategies.step_table import Row, StepTable, TableShape, new_table, write_row
 from unisono.strategies.sync_batch_norm import SyncBatchNorms
@@ -117,12 +118,7 @@ class SynchronousEngine:
             rounds=not context.float32_gradients,
         )
         self._gradients = self._planner.plan(trained)
-        self._sent: dict[int, Callable[[], Tensor]] = {}
-        self._complete: set[int] = set()
-        self._num_sent = 0
-        self._scales_leaves = True
-        self._leaf_scale = 1.0
-        self._early_scale = 1.0
+        self._reduction = Reduction(self._joiner, key=str(context.number))
         self._loss_scale = 1.0
         self._state = 0
         self._gives_up = False
@@ -224,7 +220,7 @@ class SynchronousEngine:
         """
         if table.fired_late:
             # From now on nothing is sent or scaled before the end of backward.
-            self._overlap = self._scales_leaves = False
+            self._overlap = self._reduction.scales_leaves = False
             return True
         found = table.wrongly_planned(self._gradients.collector.sparse)
         wrong = {index: is_sparse for index, is_sparse in found.items() if index not in dense}
@@ -277,7 +273,7 @@ class SynchronousEngine:
         table.check_weights_agree()
         self._statistics.check(table, step=step)
         reference = self._reference.of(batch, table.weights)
-        self._reduce(table, scale=reference / table.weight / self._loss_scale)
+        self._reduction.finish(table.present(), scale=reference / table.weight / self._loss_scale)
         self._statistics.put(self._joiner, batch.assignment, table, reference=reference)
         self._agree_on_order(batch)
         self._reference.advance(table.weight, batch.assignment.num_micro_batches)
@@ -324,9 +320,7 @@ class SynchronousEngine:
         self._sync_batch_norms.give_up()
         self._start_sums(run, None, is_known=False)
         if run.send_early:
-            while self._num_sent < len(self._gradients.buckets):
-                bucket = self._gradients.buckets[self._num_sent]
-                self._start_sum(self._joiner.blank(bucket))
+            self._reduction.send_blank_rest()
             self._statistics.start(self._joiner, blank=True)
         write_row(run.table, number, Row.of_given_up(run.shape, run.signature))
         return self._share(run)
@@ -454,39 +448,23 @@ class SynchronousEngine:
             self._agree_on_reference(run.batch, given, is_known=is_known)
         self._wait_for_unwanted()
         factor = self._reference.factor_beforehand(run.batch)
-        self._leaf_scale = factor if self._scales_leaves and self._suits_leaves(factor, run.batch) else 1.0
-        self._early_scale = factor / self._leaf_scale
-        self._gradients.collector.begin_step(run.merges, scale=self._leaf_scale)
-        self._statistics.begin_pass(run.merges)
-        self._complete.clear()
-        if run.send_early and not run.merges:
-            for number in range(len(self._gradients.buckets)):
-                self._send(number)
-
-    def _suits_leaves(self, factor: float, batch: GlobalBatch) -> bool:
-        """Whether the final factor is better applied to each gradient than to their sum. The same on all ranks.
-
-        With two micro-batches that is never more work, and none while a gradient is moved anyway; with more it
-        would be. A power of two is exact, but for what is too small; float16 has too many numbers of that kind.
-        """
-        return (
-            batch.assignment.num_micro_batches <= 2
-            and math.frexp(factor)[0] == 0.5
-            and all(bucket.dtype != torch.float16 for bucket in self._gradients.buckets)
+        leaf_scale = self._reduction.begin(
+            self._gradients, factor=factor, num_micro_batches=run.batch.assignment.num_micro_batches
         )
+        self._gradients.collector.begin_step(run.merges, scale=leaf_scale)
+        self._statistics.begin_pass(run.merges)
+        if run.send_early and not run.merges:
+            self._reduction.send_all()
 
     def _wait_for_unwanted(self) -> None:
         """Wait for sums that were sent early and then not needed: their memory is about to be used again."""
         with self._joiner.doing("end of reductions that were not needed"):
-            for wait in self._sent.values():
-                wait()
+            self._reduction.wait_for_unwanted()
             self._statistics.wait_for_unwanted()
-        self._sent.clear()
-        self._num_sent = 0
 
     def _begin_leaf(self, run: _Pass, number: int, *, last: bool) -> None:
         early = run.send_early and last
-        self._gradients.collector.begin_leaf(number, on_complete=self._send if early else None)
+        self._gradients.collector.begin_leaf(number, on_complete=self._reduction.send if early else None)
 
     def _agree_on_reference(self, batch: GlobalBatch, given: float | None, *, is_known: bool) -> None:
         owned = batch.assignment.owners[0] == self._joiner.transport.rank
@@ -497,73 +475,6 @@ class SynchronousEngine:
             "agreement on the reference weight", lambda: gather_rows(self._joiner.transport, message)
         )
         self._reference.agree(message)
-
-    def _send(self, number: int) -> None:
-        """Note that a bucket is complete, and send all that are, in their fixed order."""
-        self._complete.add(number)
-        while self._num_sent in self._complete:
-            self._start_sum(self._gradients.collector.partials(self._num_sent))
-
-    def _start_sum(self, partials: Mapping[Hashable, Tensor]) -> None:
-        """Send the following bucket."""
-        number = self._num_sent
-        self._num_sent += 1
-        self._sent[number] = self._joiner.start(
-            partials, self._gradients.buckets[number], key=self._key(number), scale=self._early_scale
-        )
-
-    def _reduce(self, table: StepTable, *, scale: float) -> None:
-        """Join all buckets, times `scale`, and hand the gradients to the parameters. *Collective.*"""
-        present = table.present()
-        for number, bucket in enumerate(self._gradients.buckets):
-            if number not in self._sent and not any(present[slot.index] for slot in bucket.slots):
-                continue  # all know it from the table
-            first, last = (self._gradients.named[bucket.slots[at].index][0] for at in (0, -1))
-            operation = f"reduce of bucket {number} ({first} .. {last})"
-            total = self._joiner.collect(operation, self._joining(number, scale))
-            self._gradients.collector.publish(number, total, present=present)
-        if self._gradients.collector.sparse:
-            self._reduce_sparse(present, scale=scale)
-        self._gradients.collector.end_step()
-
-    def _reduce_sparse(self, present: Sequence[bool], *, scale: float) -> None:
-        """Join the sparse gradients, times `scale`, and hand them to the parameters. *Collective.*"""
-        sums = {index: each for index, each in self._gradients.collector.sparse.items() if present[index]}
-        parameters = [self._gradients.named[index][1] for index in sums]
-        transport = self._joiner.transport
-        gather = None if transport.world_size == 1 else partial(gather_tensors, transport)
-        totals = self._joiner.collect(
-            "reduce of sparse gradients",
-            lambda: join_sparse(list(sums.values()), parameters, self._joiner.assignment, gather),
-        )
-        absent = dict.fromkeys(self._gradients.collector.sparse)
-        self._gradients.collector.publish_sparse(absent | dict(zip(sums, totals, strict=True)), scale=scale)
-
-    def _joining(self, number: int, scale: float) -> Callable[[], Tensor]:
-        """Return what yields a bucket's sum times `scale`, sent before or not.
-
-        The part of the scale that was known beforehand is applied while joining, also to what is sent now:
-        both must be rounded alike.
-        """
-        rest = scale / (self._leaf_scale * self._early_scale)
-        sent = self._sent.pop(number, None)
-
-        def joined() -> Tensor:
-            total = self._join(number) if sent is None else sent()
-            return total.mul_(rest) if rest != 1.0 else total
-
-        return joined
-
-    def _join(self, number: int) -> Tensor:
-        return self._joiner.join(
-            self._gradients.collector.partials(number),
-            self._gradients.buckets[number],
-            key=self._key(number),
-            scale=self._early_scale,
-        )
-
-    def _key(self, number: int) -> str:
-        return f"{self._context.number}/bucket{number}"
 
     def _replan_if_parameters_changed(self) -> None:
         old = self._gradients
