@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,10 @@ class Audit:
     def before_step(self, replica: Replica, batch: GlobalBatch, loss_fn: LossFunction) -> LossFunction:
         """Return what the step is to call instead of `loss_fn`; compare with float64 if it is early enough."""
         if replica.num_steps < self._settings.num_float64_steps:
-            comparison = compare_with_float64(
-                replica.model, batch, loss_fn, seed=self._seed, buffers=replica.buffers
-            )
+            with _buffers_kept(self._replicas):  # the loss may run other models than the one that is copied
+                comparison = compare_with_float64(
+                    replica.model, batch, loss_fn, seed=self._seed, buffers=replica.buffers
+                )
             self._write(kind="float64", replica=replica.number, step=replica.num_steps, **comparison)
         return self._repeating(loss_fn) if self._settings.repeats_forward else loss_fn
 
@@ -95,7 +97,7 @@ class Audit:
         """Return a loss function that computes everything twice and notes where the results differ."""
 
         def twice(model: nn.Module, micro_batch: Any) -> Any:
-            with keyed(self._device):  # puts all generators back
+            with keyed(self._device), _buffers_kept(self._replicas):  # puts all generators back
                 first = loss_fn(model, micro_batch)
             second = loss_fn(model, micro_batch)
             losses = [output[0] if isinstance(output, tuple) else output for output in (first, second)]
@@ -113,3 +115,22 @@ class Audit:
 
 def _digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(raw_bytes(tensor), digest_size=8).hexdigest()
+
+
+@contextmanager
+def _buffers_kept(replicas: Sequence[Replica]) -> Iterator[None]:
+    """Put the buffers of all models back to what they were."""
+    places = [module._buffers for replica in replicas for module in replica.model.modules()]
+    before = [
+        (buffers, key, buffer, buffer.detach().clone())
+        for buffers in places
+        for key, buffer in buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffers, key, buffer, value in before:
+                buffer.copy_(value)
+                buffers[key] = buffer

@@ -155,7 +155,9 @@ class Run:
                 keep_freed_memory()
             self._transport = self._resources.enter_context(self._make_transport(backend))
             connection.on_abort(self._transport.abort)
-        self._announcer = Announcer(self._transport)
+        self._announcer = Announcer(self._transport, connection.store)
+        connection.on_abort(self._announcer.stop)
+        connection.on_stall(self._announcer.stalled)
         self._agreement = Agreement(self._transport, self._announcer, self._doing)
         if audited is not None:
             self._audit = Audit(audited, self.rank, seed, device=device)
@@ -246,6 +248,7 @@ class Run:
             replicas=self._replicas,
         )
         self._replicas.append(replica)
+        self._announcer.compares_steps = len(self._replicas) > 1
         return replica
 
     def load(

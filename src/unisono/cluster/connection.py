@@ -109,6 +109,14 @@ class Connection:
         if self._watchdog is not None:
             self._watchdog.on_abort(callback)
 
+    def on_stall(self, callback: Callable[[], Exception | None]) -> None:
+        """Ask `callback`, from a background thread, why this worker waits in vain, once it has waited for long.
+
+        What it returns ends the wait like a deadline.
+        """
+        if self._watchdog is not None:
+            self._watchdog.on_stall = callback
+
     def fail(self, error: BaseException, step: int) -> None:
         """Report that this worker failed with `error` at `step` (-1: before the first). Never raises."""
         if isinstance(error, SystemExit) and not error.code:  # a script may end inside the run

@@ -17,6 +17,7 @@ from unisono.cluster.position import USER_CODE, Position, Sighting, describe_wai
 from unisono.errors import DeadlineError, TransportError
 
 HEARTBEAT_S = 1.0
+STALL_S = 1.0
 
 
 class Board(Protocol):
@@ -47,6 +48,7 @@ class Watchdog:
 
     def __init__(self, board: Board, *, rank: int, timeout_s: float, stop_fd: int | None = None) -> None:
         self.position = Position(USER_CODE, -1, time.monotonic())
+        self.on_stall: Callable[[], Exception | None] = lambda: None
         self._board = board
         self._rank = rank
         self._timeout_s = timeout_s
@@ -108,7 +110,8 @@ class Watchdog:
                 self._board.publish(position)
                 published, next_heartbeat = position, now + HEARTBEAT_S
             if self._reason is None:
-                self._abort(self._board.stop_reason() or self._overdue(position, waited_s))
+                reason = self._board.stop_reason() or self._stalled(position, waited_s)
+                self._abort(reason or self._overdue(position, waited_s))
 
     def _rest(self) -> None:
         poll = select.poll()
@@ -120,6 +123,16 @@ class Watchdog:
             os.read(self._wake_read, 4096)
         if self._stop_fd in ready:
             self._abort(TransportError(f"rank {self._rank}: told to end by SIGTERM"))
+
+    def _stalled(self, position: Position, waited_s: float) -> Exception | None:
+        """Return why a wait of some time is in vain, if that can be known before its deadline."""
+        if in_user_code(position.operation) or waited_s < min(STALL_S, self._timeout_s / 2):
+            return None
+        try:
+            reason = self.on_stall()
+        except TransportError:  # the store is gone; whoever waits for it says so
+            return None
+        return reason if self.position is position else None
 
     def _overdue(self, position: Position, waited_s: float) -> DeadlineError | None:
         if in_user_code(position.operation) or waited_s < self._timeout_s:

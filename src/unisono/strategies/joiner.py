@@ -14,6 +14,7 @@ from torch import Tensor
 from unisono.collectives.announce import Announcer
 from unisono.collectives.choose import choose
 from unisono.collectives.execute import Scratch, execute
+from unisono.errors import WorkerLostError
 from unisono.gradients.buckets import Bucket
 from unisono.grid import Assignment
 from unisono.strategies.base import Operations
@@ -87,6 +88,11 @@ class Joiner:
         self._operations.enter(operation, self._step, waits=waits)
         try:
             yield
+        except WorkerLostError as error:
+            mismatch = self._announcer.stalled()  # the other may have left because of it
+            if mismatch is None:
+                raise
+            raise mismatch from error
         finally:
             self._doing = outer
             if outer is None:
