@@ -62,6 +62,13 @@ def plain_gradients(
     return [tree_sum([leaf[at] for leaf in leaves], torch.add) * scale for at in range(len(leaves[0]))]
 
 
+class Part(tuple[Tensor, Tensor]):
+    """Inputs and targets of a micro-batch; its length is its number of samples."""
+
+    def __len__(self) -> int:
+        return len(self[0])
+
+
 class Line(nn.Module):
     """One weight w, which starts at 0; the loss for targets y is the mean of (w - y)^2 / 2.
 

@@ -13,20 +13,13 @@ from torch import Tensor, nn
 
 import unisono
 from kinds_of_models import KINDS, Loss, cross_entropy, mlp, old_weight_norm, spectral_norm
-from steps import Line, alone, global_batch
+from steps import Line, Part, alone, global_batch
 from unisono.cluster.launch import ForkServer
 from unisono.grid import cut
 
 Launch = Callable[..., list[Any]]
 NUM_STEPS = 3
 SIZES = tuple(len(part) for part in cut(13, 4))
-
-
-class Part(tuple[Tensor, Tensor]):
-    """A micro-batch whose length is its number of samples."""
-
-    def __len__(self) -> int:
-        return len(self[0])
 
 
 def parts(step: int) -> list[Part]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unisono
-from steps import Line, alone, global_batch, line_loss
+from steps import Line, Part, alone, global_batch, line_loss
 from unisono.errors import UsageError
 from unisono.events import Event, Notice
 
@@ -39,13 +39,6 @@ def parts_of(num_steps: int, *, sizes: tuple[int, ...] = (4, 4)) -> list[list[tu
         ]
         for _ in range(num_steps)
     ]
-
-
-class Part(tuple[Tensor, Tensor]):
-    """A micro-batch whose length is its number of samples."""
-
-    def __len__(self) -> int:
-        return len(self[0])
 
 
 def batch_of(parts: list[tuple[Tensor, Tensor]]) -> Any:

@@ -77,9 +77,8 @@ class Agreement:
         pairs = [(v, w) for v, w in self._gather([value, weight], "mean") if w]
         if not pairs:
             return math.nan
-        total = (
-            sum if any(not math.isfinite(v) for v, _ in pairs) else math.fsum
-        )  # fsum refuses what is not finite
+        # fsum refuses what is not finite.
+        total = math.fsum if all(math.isfinite(v) for v, _ in pairs) else sum
         return float(total(v * w for v, w in pairs) / math.fsum(w for _, w in pairs))
 
     def barrier(self, name: str) -> None:

@@ -342,7 +342,6 @@ class Replica:
     @contextmanager
     def _others_untouched(self) -> Iterator[None]:
         """Leave gradients alone that are not this replica's: those of another one of the same model."""
-        self._parameters()
         others = [(parameter, parameter.grad) for parameter in self._parameters.untrained]
         for parameter, _ in others:
             parameter.grad = None

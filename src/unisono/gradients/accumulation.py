@@ -30,7 +30,7 @@ class Window:
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put the gradients so far aside: the next batch's take their place and their memory."""
-        if self.weight and not self._held:
+        if not self._held:
             self._held = {p: p.grad.clone() for p in parameters if p.grad is not None}
 
     def release(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-Named = Iterable[tuple[str, nn.Parameter]]
+from unisono.gradients.parameters import Named
 
 
 class Changes:

@@ -12,8 +12,7 @@ from torch import nn
 from unisono.fingerprints import digest_of
 from unisono.gradients.buckets import Bucket, plan_buckets
 from unisono.gradients.collector import GradientCollector
-
-Named = list[tuple[str, nn.Parameter]]
+from unisono.gradients.parameters import Named
 
 
 @dataclass
