@@ -248,3 +248,25 @@ def test_the_same_bits_in_another_order_are_other_bits() -> None:
         assert sum_of_bits([values]) != sum_of_bits([other])
     assert sum_of_bits([values, values.flip(0)]) != sum_of_bits([values.flip(0), values])
     assert sum_of_bits([values]) == sum_of_bits([values.clone()])
+
+
+def test_compiled_functions_are_chosen_by_shape_alone() -> None:
+    """By default a second shape is compiled for all shapes that are to come, and only the first has its own."""
+    import torch._dynamo
+
+    compiled: list[list[bool]] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        compiled.append([isinstance(each, torch.SymInt) for each in inputs])
+        return graph.forward
+
+    before = torch._dynamo.config.automatic_dynamic_shapes
+    with alone() as run:
+        model = mlp()
+        replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_fn = torch.compile(cross_entropy, backend=backend)
+        for step in range(2):
+            replica.step(global_batch(parts(step)), loss_fn)
+    assert len(compiled) == 2, "one for each of the sizes 4 and 3"
+    assert not any(map(any, compiled))
+    assert torch._dynamo.config.automatic_dynamic_shapes == before

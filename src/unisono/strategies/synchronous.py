@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unisono.collectives.choose import check_algorithm
 from unisono.collectives.gather import gather_rows
+from unisono.compilation import compile_each_shape
 from unisono.errors import MismatchError, TransportError, UsageError
 from unisono.gradients.changes import Written
 from unisono.gradients.partial_sums import count_merges
@@ -160,6 +161,7 @@ class SynchronousEngine:
             Exception: what the loss function raised; the other workers wait until `abandon` is called.
         """
         self._failed = None
+        compile_each_shape()
         self._loss_scale = loss_scale
         self._state = state
         self._replan_if_parameters_changed()
