@@ -6,6 +6,7 @@ None of them draws random numbers in forward. Rows have 6 features, labels are 0
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -242,6 +243,118 @@ def wide() -> nn.Module:
     return Forward(lambda m, x: m.body(x.double()).float(), body=mlp().double())
 
 
+def created_graph(model: Any, micro_batch: Any) -> Tensor:
+    """A penalty on the gradient that a backward call of the function's own has left in ``p.grad``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of reference cycles, which zero_grad breaks
+        cross_entropy(model, micro_batch).backward(create_graph=True)
+    return sum(0.1 * parameter.grad.square().sum() for parameter in model.parameters())
+
+
+def inner_step(model: Any, micro_batch: Any) -> Tensor:
+    """A loss after one step of gradient descent, differentiated through that step."""
+    rows, labels = micro_batch
+    weights = dict(model.named_parameters())
+    inner = functional.cross_entropy(torch.func.functional_call(model, weights, (rows,)), labels)
+    slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+    moved = {name: w - 0.1 * slope for (name, w), slope in zip(weights.items(), slopes, strict=True)}
+    return functional.cross_entropy(torch.func.functional_call(model, moved, (rows * 2,)), labels)
+
+
+def per_sample_gradients(model: Any, micro_batch: Any) -> Tensor:
+    weights = dict(model.named_parameters())
+
+    def loss_of_one(weights: Any, row: Tensor, label: Tensor) -> Tensor:
+        outputs = torch.func.functional_call(model, weights, (row[None],))
+        return functional.cross_entropy(outputs, label[None])
+
+    gradients = torch.func.vmap(torch.func.grad(loss_of_one), in_dims=(None, 0, 0))(weights, *micro_batch)
+    return cross_entropy(model, micro_batch) + sum(each.square().mean() for each in gradients.values())
+
+
+def adversarial(model: Any, micro_batch: Any) -> Tensor:
+    """The loss on rows moved up the slope of a first backward call, whose gradients are then dropped."""
+    rows, labels = micro_batch
+    rows = rows.clone().requires_grad_()
+    functional.cross_entropy(model(rows), labels).backward()
+    assert rows.grad is not None
+    model.zero_grad()
+    return functional.cross_entropy(model((rows + 0.1 * rows.grad.sign()).detach()), labels)
+
+
+def frozen_meanwhile(model: Any, micro_batch: Any) -> Tensor:
+    """Keeps a layer out of this loss, and lets it be trained again."""
+    model[0].requires_grad_(False)
+    loss = cross_entropy(model, micro_batch)
+    model[0].requires_grad_(True)
+    return loss
+
+
+def clamping(model: Any, micro_batch: Any) -> Tensor:
+    """Writes a parameter, but whatever it was, the same in every micro-batch."""
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.2, 0.2)
+    return cross_entropy(model, micro_batch)
+
+
+def cached_parametrizations(model: Any, micro_batch: Any) -> Tensor:
+    with parametrize.cached():
+        return cross_entropy(model, micro_batch) + cross_entropy(model, micro_batch)
+
+
+def saved_on_the_host(model: Any, micro_batch: Any) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return cross_entropy(model, micro_batch)
+
+
+def recurrent() -> nn.Module:
+    """Two directions over packed sequences, and a plain network."""
+
+    def forward(m: Any, rows: Tensor) -> Tensor:
+        sequences = rows.reshape(len(rows), 3, 2)
+        packed = nn.utils.rnn.pack_padded_sequence(sequences, [3] * len(rows), batch_first=True)
+        hidden, _ = nn.utils.rnn.pad_packed_sequence(m.both(packed)[0], batch_first=True)
+        return m.plain(hidden)[0][:, -1]
+
+    return Forward(
+        forward,
+        both=nn.GRU(2, 4, bidirectional=True, batch_first=True),
+        plain=nn.RNN(8, 3, batch_first=True),
+    )
+
+
+def experts() -> nn.Module:
+    """Every row goes through one of four experts; which of them have any depends on the micro-batch."""
+
+    def forward(m: Any, rows: Tensor) -> Tensor:
+        shares = m.router(rows).softmax(-1)
+        best = shares.argmax(-1)
+        outputs = rows.new_zeros(len(rows), 3)
+        for number, expert in enumerate(m.experts):
+            (chosen,) = torch.where(best == number)
+            if len(chosen):
+                outputs = outputs.index_add(0, chosen, expert(rows[chosen]) * shares[chosen, number, None])
+        return outputs
+
+    return Forward(forward, router=nn.Linear(6, 4), experts=nn.ModuleList(nn.Linear(6, 3) for _ in range(4)))
+
+
+def complex_layers() -> nn.Module:
+    def forward(m: Any, rows: Tensor) -> Tensor:
+        hidden = m.first(rows.to(torch.complex64))
+        return m.second(torch.complex(hidden.real.tanh(), hidden.imag.tanh())).abs()
+
+    kind = torch.complex64
+    return Forward(forward, first=nn.Linear(6, 5, dtype=kind), second=nn.Linear(5, 3, dtype=kind))
+
+
+def compiled_in_checkpoints() -> nn.Module:
+    block = torch.compile(nn.Sequential(nn.Linear(6, 6), nn.GELU()), backend="aot_eager")
+    return Forward(
+        lambda m, x: m.head(checkpoint(m.block, x, use_reentrant=False)), block=block, head=nn.Linear(6, 3)
+    )
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "tied": (tied, cross_entropy),
     "shared between two modules": (shared_between_two, cross_entropy),
@@ -278,4 +391,16 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     ),
     "several backward calls": (mlp, several_backwards),
     "gradient penalty": (mlp, gradient_penalty),
+    "created graph": (mlp, created_graph),
+    "inner step": (mlp, inner_step),
+    "per-sample gradients": (mlp, per_sample_gradients),
+    "adversarial": (mlp, adversarial),
+    "frozen meanwhile": (mlp, frozen_meanwhile),
+    "clamping": (mlp, clamping),
+    "cached parametrizations": (parametrized, cached_parametrizations),
+    "saved on the host": (mlp, saved_on_the_host),
+    "recurrent": (recurrent, cross_entropy),
+    "experts": (experts, cross_entropy),
+    "complex layers": (complex_layers, cross_entropy),
+    "compiled in checkpoints": (compiled_in_checkpoints, cross_entropy),
 }

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from unisono.cluster.environment import Environment
+from unisono.compilation import compiled_alike
 from unisono.errors import UsageError
 
 
@@ -30,7 +31,8 @@ def reproducible(device: torch.device, threads_per_worker: int | None, *, strict
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     try:
-        yield
+        with compiled_alike():
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

@@ -17,10 +17,10 @@ from unisono.events import Event, Notice, StepFinished
 from unisono.gradients.accumulation import Window
 from unisono.gradients.buckets import HALVES
 from unisono.gradients.buffer_policies import Declared
-from unisono.gradients.changes import Changes, sum_of_bits
+from unisono.gradients.changes import Changes, first_of, sum_of_bits
 from unisono.gradients.clipping import clip_by_norm, clip_by_value
 from unisono.gradients.master_weights import MasterWeights
-from unisono.gradients.parameters import TrainedParameters, outside_parameters
+from unisono.gradients.parameters import Named, TrainedParameters, outside_parameters
 from unisono.loss_scale import LossScale, are_finite
 from unisono.strategies.base import (
     Embed,
@@ -98,7 +98,7 @@ class Replica:
             model, lambda: self.optimizers, lambda message: emit(Notice(message)), self._masters.parameter_of
         )
         self._changes = Changes()
-        self._changes.remember(self._parameters())
+        self._changes.remember(self._watched())
         if not master_weights:
             self._warn_of_halves()
         self._engine = strategy.bind(
@@ -106,6 +106,7 @@ class Replica:
                 number=number,
                 model=model,
                 parameters=self._parameters,
+                frozen=lambda: self._parameters.frozen,
                 transport=transport,
                 announcer=announcer,
                 operations=operations,
@@ -270,7 +271,7 @@ class Replica:
 
     def expect_current_values(self) -> None:
         """Take the parameters' values for agreed on: they were just made equal on all workers."""
-        self._changes.remember(self._parameters())
+        self._changes.remember(self._watched())
 
     def close(self) -> None:
         """Take everything off the model that was put on it."""
@@ -283,7 +284,9 @@ class Replica:
     ) -> StepResult:
         self._check_not_failed()
         self._in_step = in_step
-        window = self._window = Window() if self._window is None else self._window
+        window = self._window
+        if window is None or window.was_dropped(self._trained()):
+            window = self._window = Window()
         result = self._evaluate(batch, loss_fn, embed, window)
         self._num_batches += 1
         return result
@@ -295,7 +298,13 @@ class Replica:
         if embed is None:
             loss_fn = self._before_step(self, batch, loss_fn)
         self._norm_is_finite = True
-        changed = self._changes.find(self._parameters())
+        trained = self._parameters()
+        if trained and not torch.is_grad_enabled():
+            raise UsageError(
+                f"step {self.num_steps}: gradients are switched off, by torch.no_grad() or torch.inference_mode() "
+                f"around this call: call it outside."
+            )
+        changed = self._changes.find(self._watched())
         # After a look at the parameters, which lets new ones take the places of those they replaced.
         self._masters.attach()
         self._masters.pull()
@@ -315,23 +324,38 @@ class Replica:
                 window.release()
                 if not changed:
                     raise
-                names = ", ".join(list(changed)[:3]) + (" and others" if len(changed) > 3 else "")
-                raise MismatchError(f"{error} On this rank {names} were written between steps.") from error
+                raise MismatchError(
+                    f"{error} On this rank {first_of(changed)} were written between steps."
+                ) from error
             except Exception as error:
                 if self._engine.has_failed:
                     self._failure = error
                 else:
                     window.release()
                 raise
+        self._check_none_came(trained)
         if changed:
-            self._changes.remember(self._parameters())
+            self._changes.remember(self._watched())
         self._take(window, result)
         return result
+
+    def _check_none_came(self, before: Named) -> None:
+        """Refuse gradients of parameters that the step didn't know of: they are this worker's only."""
+        now = self._parameters()
+        if now is before:
+            return
+        known = {parameter for _, parameter in before}
+        names = [name for name, parameter in now if parameter not in known and parameter.grad is not None]
+        if names:
+            raise UsageError(
+                f"step {self.num_steps}: {first_of(names)} came to be trained in the middle of the step, within the "
+                f"loss function: add and unfreeze parameters between steps."
+            )
 
     def _take(self, window: Window, result: StepResult) -> None:
         window.is_finite = window.is_finite and result.is_finite
         if result.skipped is None:
-            window.add(self._trained() if window.weight else (), loss=result.loss, weight=result.weight)
+            window.add(self._trained(), loss=result.loss, weight=result.weight)
         else:
             window.skipped = result.skipped
             window.release()
@@ -371,6 +395,10 @@ class Replica:
                 )
             )
 
+    def _watched(self) -> Named:
+        """Return the parameters that must be the same on all workers and that no other replica trains."""
+        return [*self._parameters(), *self._parameters.frozen]
+
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self._parameters()]
 
@@ -403,11 +431,12 @@ class Replica:
 
     def _apply(self) -> None:
         self._operations.enter("update", self.num_steps, waits=False)
-        self._masters.take_gradients()  # the script may have given parameters others
+        self._masters.pull()  # the script may have written parameters since backward
+        self._masters.take_gradients()  # or given them other gradients
         for optimizer in self.optimizers:
             optimizer.step()
         self._masters.push()
-        self._changes.remember(self._parameters())
+        self._changes.remember(self._watched())
         self._operations.leave()
 
     def _finish(self, window: Window, skipped: str | None) -> None:
@@ -434,7 +463,7 @@ class Replica:
         def closure() -> float:
             self._window = None
             self._masters.push()
-            self._changes.remember(self._parameters())
+            self._changes.remember(self._watched())
             window = Window()
             self._evaluate(batch, loss_fn, embed, window)
             windows.append(window)
@@ -447,7 +476,7 @@ class Replica:
         self._masters.pull()
         optimizer.step(closure)
         self._masters.push()
-        self._changes.remember(self._parameters())
+        self._changes.remember(self._watched())
         self._num_batches += 1
         first = windows[0]
         self._finish(first, first.skipped)

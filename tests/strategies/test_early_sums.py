@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from steps import global_batch, line_loss_per_item, plain_gradients
 from unisono.collectives.announce import Announcer
+from unisono.errors import WorkerLostError
 from unisono.strategies import Synchronous
 from unisono.strategies.base import ReplicaContext
 from unisono.strategies.synchronous import SynchronousEngine
@@ -82,6 +83,20 @@ class Scalars(nn.Module):
         return (self.w - targets).square().mean() / 2
 
 
+def engine_on(transport: Transport, model: nn.Module, **settings: Any) -> SynchronousEngine:
+    context = ReplicaContext(
+        number=0,
+        model=model,
+        parameters=lambda: list(model.named_parameters()),
+        transport=transport,
+        announcer=Announcer(transport),
+        operations=Quiet(),
+        device=torch.device("cpu"),
+        seed=0,
+    )
+    return Synchronous(overlap=True, bucket_bytes=1, first_bucket_bytes=1, **settings).bind(context)
+
+
 def on_engines(
     world_size: int, work: Callable[[SynchronousEngine, Scalars, int], Any], **settings: Any
 ) -> list[tuple[Any, list[int]]]:
@@ -89,17 +104,7 @@ def on_engines(
 
     def on_rank(inner: Transport) -> tuple[Any, list[int]]:
         transport, model = Noting(inner), Scalars()
-        context = ReplicaContext(
-            number=0,
-            model=model,
-            parameters=lambda: list(model.named_parameters()),
-            transport=transport,
-            announcer=Announcer(transport),
-            operations=Quiet(),
-            device=torch.device("cpu"),
-            seed=0,
-        )
-        engine = Synchronous(overlap=True, bucket_bytes=1, first_bucket_bytes=1, **settings).bind(context)
+        engine = engine_on(transport, model, **settings)
         try:
             result = work(engine, model, transport.rank)
         finally:
@@ -158,3 +163,32 @@ def test_a_late_gradient_gives_the_same_gradient_as_one_process(shares: list[int
 
     for gradients, _ in on_engines(len(shares), work):
         assert all(torch.equal(found, wanted) for found, wanted in zip(gradients, expected, strict=True))
+
+
+class Failing(Noting):
+    """A transport that can't send the first sum."""
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Work:
+        raise RuntimeError("no memory for messages")
+
+
+def test_a_sum_that_could_not_be_sent_is_an_error_before_anybody_is_waited_for() -> None:
+    """Others are still in that sum: who went on to the next collective would wait for them, and they for it."""
+    parts = [torch.full((2, 1), float(number)) for number in range(3)]
+
+    def on_rank(inner: Transport) -> str:
+        model = Scalars()
+        engine = engine_on(Failing(inner) if inner.rank == 0 else inner, model, algorithm="direct")
+        try:
+            engine.backward(
+                global_batch(parts, shares=[1] * 3, rank=inner.rank, nominal=2.0),
+                lambda model, y: model.loss(y),
+                step=0,
+            )
+        except (RuntimeError, WorkerLostError) as error:
+            return str(error)
+        finally:
+            engine.close()
+        return "no error"
+
+    assert ThreadWorld(3).run(on_rank)[0] == "no memory for messages"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,11 @@ class Window:
         self.skipped: str | None = None
         self.is_finite = True
         self._held: dict[nn.Parameter, Tensor] = {}
+        self._has_gradients = False
+
+    def was_dropped(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether the script has taken all gradients away, as `zero_grad` does."""
+        return self._has_gradients and all(parameter.grad is None for parameter in parameters)
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put the gradients so far aside: the next batch's take their place and their memory."""
@@ -48,6 +53,7 @@ class Window:
                 _mix(parameter, self._held.pop(parameter, None), self.weight / total, weight / total)
             self.release()  # of parameters that were trained before and are not now
         self.weight = total
+        self._has_gradients = any(parameter.grad is not None for parameter in parameters)
 
 
 def _mix(parameter: nn.Parameter, before: Tensor | None, part_before: float, part_now: float) -> None:

@@ -1,4 +1,4 @@
-"""Notices parameters that the script wrote between steps, so that workers can compare what they wrote."""
+"""Notices parameters that the script wrote, between steps or in one, so that workers can compare what they wrote."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from unisono.errors import MismatchError
 from unisono.gradients.parameters import Named
 
 
@@ -32,12 +33,55 @@ class Changes:
         }
 
 
+class Written:
+    """What the loss function has written into parameters since this was made.
+
+    A projection, such as a clamp, leaves the same values in every micro-batch. What doesn't would depend on which
+    micro-batches ran on the same worker.
+    """
+
+    def __init__(self, named: Named) -> None:
+        self._named = list(named)
+        self._versions = [parameter._version for _, parameter in self._named]
+
+    def sign(self, signature: int) -> int:
+        """Return `signature`, which all micro-batches share, mixed with what was written so far. Pure."""
+        written = self._find().values()
+        return signature ^ ((sum_of_bits(written) + 1) & (2**63 - 1)) if written else signature
+
+    def explain(self, *, step: int, cause: MismatchError) -> None:
+        """Raise the error that micro-batches have not written alike, if that may be why they differ."""
+        written = self._find()
+        if written:
+            raise MismatchError(
+                f"step {step}: the loss function wrote {first_of(written)}, and not alike in all micro-batches, so "
+                f"the result would depend on which of them a worker has. Write parameters between steps, or keep "
+                f"what changes in forward in a buffer (nn.Embedding: without max_norm)."
+            ) from cause
+
+    def _find(self) -> dict[str, nn.Parameter]:
+        now = [parameter._version for _, parameter in self._named]
+        if now == self._versions:
+            return {}
+        pairs = zip(self._named, self._versions, now, strict=True)
+        return {name: parameter for (name, parameter), before, after in pairs if before != after}
+
+
 def sum_of_bits(parameters: Iterable[Tensor]) -> int:
     """Return a number that differs where values do, for all practical purposes. Reads each once."""
     total = 0
     for index, parameter in enumerate(parameters):
         flat = parameter.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        words = flat.numel() // 4 * 4
-        total += (index + 1) * int(flat[:words].view(torch.int32).sum(dtype=torch.int64))
-        total += int(flat[words:].sum(dtype=torch.int64))
-    return total
+        end = flat.numel() // 4 * 4
+        for words in torch.split(flat[:end].view(torch.int32), 2**24):
+            # Times odd numbers, modulo 2^32, so that the same words in another order give another sum.
+            places = 2 * torch.arange(len(words), dtype=torch.int32, device=words.device) + 1
+            total = 31 * total + (index + 1) * int((words * places).sum(dtype=torch.int64))
+        total = 31 * total + int(flat[end:].sum(dtype=torch.int64))
+    return total % 2**63
+
+
+def first_of(names: Iterable[str]) -> str:
+    """Return the first few names, for a message. Pure."""
+    names = list(names)
+    return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")

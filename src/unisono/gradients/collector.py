@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unisono.errors import UsageError
 from unisono.gradients.buckets import Bucket, sum_dtype
 from unisono.gradients.partial_sums import PartialSums
 from unisono.gradients.sparse_sums import SparseSums
@@ -67,6 +69,8 @@ class GradientCollector:
             )
             for index, parameter in enumerate(self._parameters)
         ]
+        # Each parameter's, in the order in which they are called.
+        self._all_hooks: list[Any] = [parameter._post_accumulate_grad_hooks for parameter in self._parameters]
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -114,13 +118,21 @@ class GradientCollector:
 
     def multiply(self, factor: float) -> None:
         """Multiply what the loss function's own backward calls have left in ``p.grad``, if anything."""
-        left = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        left = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.requires_grad:
+                # Not in place: the loss may be a function of it, after backward(create_graph=True).
+                parameter.grad = gradient.detach() * factor
+            elif gradient is not None:
+                left.append(gradient)
         if left:
             torch._foreach_mul_(left, factor)
 
     def begin_leaf(self, leaf: int, *, on_complete: Callable[[int], None] | None = None) -> None:
         """Start one micro-batch. `on_complete` is told each bucket that was taken over, once."""
         self._leaf, self._on_complete = leaf, on_complete
+        self._come_last()
         self._fired = [False] * len(self._parameters)
         self._missing = [len(bucket.slots) for bucket in self._buckets]
         self._views = [None] * len(self._buckets)
@@ -172,10 +184,23 @@ class GradientCollector:
             gradient = None if gradient is None else gradient.to(parameter.dtype)
         parameter.grad = gradient
 
+    def _come_last(self) -> None:
+        """Let hooks that the user has added meanwhile see gradients before they are taken away."""
+        for hooks, hook in zip(self._all_hooks, self._hooks, strict=True):
+            if len(hooks) > 1 and hook.id in hooks and next(reversed(hooks)) != hook.id:
+                # torch goes by the order of insertion, so move_to_end() would not do.
+                hooks[hook.id] = hooks.pop(hook.id)
+
     def _on_gradient(self, index: int, _: Tensor) -> None:
         if self._leaf is None:
             return  # a backward of the user's own, outside a step
         parameter = self._parameters[index]  # not what we were given: that is what a hook before returned
+        if parameter.grad is None:
+            raise UsageError(
+                f"trained parameter {index} {list(parameter.shape)}: a hook took its gradient away in mid-backward, "
+                f"as an optimizer that steps within backward does. That gradient is one micro-batch's: let the "
+                f"replica's optimizer step, or change the gradient in place."
+            )
         number = self._bucket_of.get(index)
         if number is None:
             return  # sparse ones are taken over at the end

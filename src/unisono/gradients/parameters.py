@@ -59,6 +59,8 @@ class TrainedParameters:
         self._named: Named = []
         self.untrained: list[nn.Parameter] = []
         """Parameters of the model that could have a gradient but are in no optimizer's groups."""
+        self.frozen: Named = []
+        """Parameters that can't have a gradient now."""
 
     def __call__(self) -> Named:
         """Return names and parameters, in an order that all workers share."""
@@ -84,7 +86,9 @@ class TrainedParameters:
         optimizers = self._optimizers()
         held = self._held()
         named = list(named_parameters(self._model, optimizers))
-        active = [(n, p) for n, p in named if p.requires_grad and self._stands_for(p) is p]
+        own = [(n, p) for n, p in named if self._stands_for(p) is p]
+        active = [(n, p) for n, p in own if p.requires_grad]
+        self.frozen = [(n, p) for n, p in own if not p.requires_grad]
         self._named = [item for item in active if not optimizers or id(item[1]) in held]
         self.untrained = [p for _, p in active if optimizers and id(p) not in held]
 

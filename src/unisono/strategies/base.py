@@ -65,6 +65,7 @@ class ReplicaContext:
         seed: the run's seed.
         float32_gradients: add up gradients of 16-bit parameters in float32, and leave them so.
         buffers: the user's policies for buffers, by names or patterns.
+        frozen: names and parameters that are not trained now, and that must stay the same on all workers.
         others: returns the models of the run's other replicas, which a loss function may run too, each with a prefix
             for the names of its buffers and their policies.
     """
@@ -79,6 +80,7 @@ class ReplicaContext:
     seed: int
     float32_gradients: bool = False
     buffers: Declared = field(default_factory=dict)
+    frozen: Callable[[], Iterable[tuple[str, nn.Parameter]]] = tuple
     others: Callable[[], Others] = tuple
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono.collectives.announce import Announcer
 from unisono.collectives.choose import choose
 from unisono.collectives.execute import Scratch, execute
-from unisono.errors import WorkerLostError
+from unisono.errors import MismatchError, WorkerLostError
 from unisono.gradients.buckets import Bucket
 from unisono.grid import Assignment
 from unisono.strategies.base import Operations
@@ -65,6 +65,7 @@ class Joiner:
         self._step = 0
         self._posts = False
         self._doing: tuple[str, bool] | None = None
+        self._failure: Exception | None = None
 
     def begin(self, name: str, assignment: Assignment, *, step: int) -> None:
         """Start the call `name`, a step over `assignment`. *Collective.* Returns at once."""
@@ -144,8 +145,16 @@ class Joiner:
                 self._announcer.check()
 
     def _checked(self, collective: Callable[[], T]) -> T:
-        self._announcer.check()
-        return collective()
+        if self._failure is not None:  # of one that nobody has waited for yet: the others are still in it
+            raise self._failure
+        try:
+            self._announcer.check()
+            return collective()
+        except MismatchError:
+            raise
+        except Exception as error:
+            self._failure = error
+            raise
 
     def blank(self, bucket: Bucket) -> dict[Hashable, Tensor]:
         """Return zeros in the place of this worker's partial sums of one bucket."""

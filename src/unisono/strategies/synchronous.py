@@ -20,7 +20,9 @@ from torch import Tensor
 
 from unisono.collectives.choose import check_algorithm
 from unisono.collectives.gather import gather_rows
+from unisono.compilation import compile_each_shape
 from unisono.errors import MismatchError, TransportError, UsageError
+from unisono.gradients.changes import Written
 from unisono.gradients.partial_sums import count_merges
 from unisono.gradients.sparse_sums import declared_sparse
 from unisono.randomness import derive, keyed
@@ -124,6 +126,7 @@ class SynchronousEngine:
         self._gives_up = False
         self._running = 0
         self._failed: Callable[[], StepResult] | None = None
+        self._written: Written
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference weight, all that outlives a step."""
@@ -158,6 +161,7 @@ class SynchronousEngine:
             Exception: what the loss function raised; the other workers wait until `abandon` is called.
         """
         self._failed = None
+        compile_each_shape()
         self._loss_scale = loss_scale
         self._state = state
         self._replan_if_parameters_changed()
@@ -201,7 +205,11 @@ class SynchronousEngine:
 
     def _reduce_parts(self, batch: GlobalBatch, loss_fn: LossFunction, *, step: int) -> StepResult:
         table = self._run(batch, loss_fn, step=step)
-        table.check_signatures_agree(batch.assignment.owners, step=step)
+        try:
+            table.check_signatures_agree(batch.assignment.owners, step=step)
+        except MismatchError as error:
+            self._written.explain(step=step, cause=error)
+            raise
         skipped = table.reason_to_skip(batch.assignment.owners)
         dense: set[int] = set()
         while skipped is None and self._has_to_redo(table, dense):
@@ -283,6 +291,7 @@ class SynchronousEngine:
         """Run forward and backward of every own micro-batch; share what happened. *Collective.*"""
         run = self._new_pass(batch, step)
         self._gives_up = False
+        self._written = Written([*self._gradients.named, *self._context.frozen()])
         self._gradients.collector.accumulate_anew()
         numbers = batch.assignment.micro_batches(self._joiner.transport.rank)
         number = numbers[0] if numbers else 0
@@ -419,7 +428,7 @@ class SynchronousEngine:
             sparse=collector.sparse_in_leaf,
             averaged=[value is not None and weight != 0 for value in changes.averaged],
             digests=changes.digests,
-            signature=run.signature,
+            signature=self._written.sign(run.signature),
         )
         write_row(run.table, number, row)
 
