@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unisono
+from optimizers import OPTIMIZERS
 from scenarios import Noisy, Outcome, Scenario, cross_entropy, mlp
 
 
@@ -98,6 +99,16 @@ def lbfgs(run: unisono.Run) -> Outcome:
         outcome.append(
             [gather_losses(run, replica, cross_entropy), run.fingerprint(model), replica.num_steps]
         )
+    return outcome
+
+
+def every_optimizer(run: unisono.Run) -> Outcome:
+    outcome: Outcome = []
+    for name, make in OPTIMIZERS.items():
+        model = mlp()
+        replica = run.replicate(model, make(list(model.parameters())), clip_norm=0.5)
+        outcome.append([name, gather_losses(run, replica, cross_entropy), run.fingerprint(model)])
+        replica.close()
     return outcome
 
 
@@ -305,6 +316,7 @@ SCENARIOS: dict[str, Scenario] = {
         sparse,
         halves,
         lbfgs,
+        every_optimizer,
         accumulation,
         loss_scaling,
         autocast,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import unisono
+from optimizers import OPTIMIZERS
 from steps import Line, Part, alone, global_batch, line_loss
 from unisono.errors import UsageError
 from unisono.events import Event, Notice
@@ -60,25 +61,6 @@ def assert_same(ours: nn.Module, plain: nn.Module, tolerance: float = 1e-6) -> N
         assert torch.allclose(one, other, rtol=tolerance, atol=tolerance), name
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "Adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
-    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=3),
-    "LBFGS with line search": lambda p: torch.optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"),
-    "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.01),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-}
 SEPARATELY = {"SparseAdam"}  # takes no dense gradients
 
 
@@ -185,6 +167,22 @@ def test_gradients_are_clipped_per_group_and_by_value(run: unisono.Run) -> None:
         run.replicate(plain, other, clip_norm=(1.0, 1.0, 1.0))
     with pytest.raises(UsageError, match="clip_value=0"):
         run.replicate(plain, other, clip_value=0)
+
+
+def test_a_limit_for_each_group_follows_groups_that_are_added(run: unisono.Run) -> None:
+    model, extra = network(), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = run.replicate(model, optimizer, clip_norm=[1.0])
+    first, second = map(batch_of, parts_of(2))
+    replica.step(first, cross_entropy)
+    optimizer.add_param_group({"params": [extra]})
+    before = run.fingerprint(model)
+    with pytest.raises(UsageError, match=r"has 1 limits, but the optimizers have 2 groups"):
+        replica.step(second, cross_entropy)
+    assert run.fingerprint(model) == before
+    replica.clip_norm = [1.0, 0.01]
+    replica.step(second, lambda model, part: functional.cross_entropy(model(part[0]) + extra, part[1]))
+    assert 0 < extra.norm().item() <= 0.1 * 0.01 * 1.001
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])

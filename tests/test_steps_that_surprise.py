@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import unisono
 from kinds_of_models import Forward, cross_entropy, mlp
-from steps import Line, alone, global_batch, line_loss
+from steps import Line, Part, alone, global_batch, line_loss
 from test_kinds_of_models import parts
 from unisono.gradients.changes import sum_of_bits
 from unisono.grid import cut
@@ -211,6 +211,34 @@ def test_frozen_parameters_that_a_rank_writes_its_own_way_are_found(launch: Laun
     assert launch(work, 1, False) == [first]
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_buffers_that_a_rank_writes_between_steps_are_found(launch: Launch, trains: bool) -> None:
+    """By the script, or by a forward pass in training mode that only one rank takes."""
+
+    def work(differs: bool) -> Any:
+        with unisono.join() as run:
+            norm = nn.BatchNorm1d(6)
+            model = nn.Sequential(norm, nn.Linear(6, 3))
+
+            def write() -> None:
+                if trains:
+                    model(torch.ones(4, 6)) if run.is_main or not differs else None
+                else:
+                    norm.running_mean.add_(run.rank if differs else 1)  # type: ignore[union-attr]
+
+            try:
+                return train(run, model, after=write)
+            except unisono.MismatchError as error:
+                return str(error)
+
+    messages = launch(work, 2, True)
+    assert all("not at the same step of the same run" in message for message in messages), messages
+    assert any("0.running_mean" in message and "written between steps" in message for message in messages)
+    first, second = launch(work, 2, False)
+    assert first == second
+    assert launch(work, 1, False) == [first]
+
+
 @pytest.mark.parametrize("masters", [False, True])
 def test_gradients_that_the_script_drops_are_not_averaged_in(masters: bool) -> None:
     """As a sharpness-aware step does it: the gradient counts that was taken at the moved weights."""
@@ -260,13 +288,16 @@ def test_compiled_functions_are_chosen_by_shape_alone() -> None:
         compiled.append([isinstance(each, torch.SymInt) for each in inputs])
         return graph.forward
 
-    before = torch._dynamo.config.automatic_dynamic_shapes
+    config = torch._dynamo.config
+    before = (config.automatic_dynamic_shapes, config.recompile_limit, config.accumulated_recompile_limit)
     with alone() as run:
         model = mlp()
         replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
         loss_fn = torch.compile(cross_entropy, backend=backend)
-        for step in range(2):
-            replica.step(global_batch(parts(step)), loss_fn)
-    assert len(compiled) == 2, "one for each of the sizes 4 and 3"
+        for size in range(2, before[1] + 4):
+            one = (torch.randn(size, 6), torch.zeros(size, dtype=torch.int64))
+            replica.step(global_batch([Part(one)]), loss_fn)
+    assert len(compiled) == before[1] + 2, "one for each size"
     assert not any(map(any, compiled))
-    assert torch._dynamo.config.automatic_dynamic_shapes == before
+    after = (config.automatic_dynamic_shapes, config.recompile_limit, config.accumulated_recompile_limit)
+    assert after == before

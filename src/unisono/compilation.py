@@ -2,6 +2,7 @@
 
 By default it compiles a function anew, for any shape, once a second shape comes up; the first shape keeps a kernel
 of its own. Micro-batches of two sizes then get other kernels, and other bits, depending on which a worker met first.
+And after a number of shapes it gives up on the function: what comes later runs uncompiled.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _CONFIG = "torch._dynamo.config"
+_ALIKE: dict[str, Any] = {
+    "automatic_dynamic_shapes": False,
+    "recompile_limit": 2**31,
+    "accumulated_recompile_limit": 2**31,
+}
+_before: dict[str, Any] = {}
+"""What this process had before; empty while nothing is set."""
 
 
 @contextmanager
 def compiled_alike() -> Iterator[None]:
     """Put back at the end what `compile_each_shape` sets."""
-    config = sys.modules.get(_CONFIG)
-    before = None if config is None else config.automatic_dynamic_shapes
     try:
         yield
     finally:
-        config = sys.modules.get(_CONFIG)
-        if config is not None:
-            config.automatic_dynamic_shapes = True if before is None else before  # type: ignore[attr-defined]
+        for name, value in _before.items():
+            setattr(sys.modules[_CONFIG], name, value)
+        _before.clear()
 
 
 def compile_each_shape() -> None:
@@ -32,5 +39,8 @@ def compile_each_shape() -> None:
     Does nothing while nothing is compiled: importing the compiler takes most of a second.
     """
     config = sys.modules.get(_CONFIG)
-    if config is not None and config.automatic_dynamic_shapes:
-        config.automatic_dynamic_shapes = False  # type: ignore[attr-defined]
+    if config is None or _before:
+        return
+    for name, value in _ALIKE.items():
+        _before[name] = getattr(config, name)
+        setattr(config, name, value)

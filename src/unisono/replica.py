@@ -21,6 +21,7 @@ from unisono.gradients.changes import Changes, first_of, sum_of_bits
 from unisono.gradients.clipping import clip_by_norm, clip_by_value
 from unisono.gradients.master_weights import MasterWeights
 from unisono.gradients.parameters import Named, TrainedParameters, outside_parameters
+from unisono.gradients.snapshot import Snapshot
 from unisono.loss_scale import LossScale, are_finite
 from unisono.strategies.base import (
     Embed,
@@ -88,8 +89,8 @@ class Replica:
         self._before_step = before_step
         self._num_batches = 0
         self._window: Window | None = None
-        self._norm_is_finite = True
         self._failure: Exception | None = None
+        self._before: Snapshot | None = None
         self._in_step = False
         self._scale = LossScale(scaler, device)
         self._masters = MasterWeights(lambda: self.optimizers if master_weights else ())
@@ -142,14 +143,19 @@ class Replica:
             batch: from `Run.load` or `Run.batch`.
             loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over the micro-batch, or a pair
                 ``(mean loss, weight)`` where the mean is over something else than samples, such as tokens.
-            embed: for a loss over the whole global batch: ``embed(model, micro_batch)`` returns one row for each
-                sample, or a tuple of such tensors, and ``loss_fn(rows)`` the mean loss of all rows of the global
-                batch, in its order. Costs a second forward pass.
+            embed: for a loss over the whole global batch: ``embed(model, micro_batch)`` returns rows, usually one for
+                each sample, or a tuple of tensors with as many rows, and ``loss_fn(rows)`` the mean loss of all rows
+                of the global batch, in its order. Costs a second forward pass.
 
         Returns:
-            The mean loss of the global batch, weighted like the gradient; nan, and nothing is applied, if the
-            step was skipped.
+            The mean loss of the global batch, weighted like the gradient; nan if there is none, because a worker
+            gave the step up. `skipped` says whether the step was applied.
+
+        Raises:
+            UsageError: `clip_norm` or `clip_value` doesn't fit the optimizers, or the loss function is at fault.
+            MismatchError: workers or micro-batches disagree about what can't be averaged. Nothing was applied.
         """
+        _check_clipping(self.clip_norm, self.clip_value, num_groups=len(list(self._groups())))
         if self._closure_optimizer() is not None:
             return self._step_with_closure(batch, loss_fn, embed)
         result = self._backward(batch, loss_fn, embed, in_step=True)
@@ -175,7 +181,8 @@ class Replica:
         """
         chosen = self._trained() if parameters is None else map(self._masters.parameter_of, parameters)
         norm = clip_by_norm([p.grad for p in chosen if p.grad is not None], max_norm)
-        self._norm_is_finite = self._norm_is_finite and math.isfinite(norm)
+        if self._window is not None and not math.isfinite(norm):
+            self._window.norm_is_finite = False
         return norm
 
     def clip_by_value(self, limit: float) -> None:
@@ -215,16 +222,16 @@ class Replica:
         if self._failure is None:
             self._engine.skip()
             return
-        if self._window is None:
-            raise UsageError(
-                f"step {self.num_steps} failed with {self._failure!r} within an optimizer that computes the gradient "
-                f"several times in a step: it can't be skipped."
-            )
         result = self._engine.abandon()
         self._failure = None
         window = self._window
+        assert window is not None, "a batch that failed has no window"
         self._take(window, result)
         self._num_batches += 1
+        if self._before is not None:
+            self._before.restore()  # again: the evaluation that failed has put back what it began with
+            self._before = None
+            self._changes.remember(self._watched())
         if self._in_step:
             self._window = None
             self._finish(window, self._reason_to_skip(window))
@@ -244,7 +251,7 @@ class Replica:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state, written at any world size.
+        """Take over a state, written at any world size. Gradients of `backward` without `update` are forgotten.
 
         Raises:
             UsageError: the optimizers are others, or have other parameters besides the model's, than when the
@@ -267,6 +274,7 @@ class Replica:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
         self._num_batches = state["num_batches"]
         self._engine.load_state_dict(state["strategy"])
+        self._window = None
         self._masters.push()
 
     def expect_current_values(self) -> None:
@@ -297,7 +305,6 @@ class Replica:
         """Compute one batch's gradient and take it into `window`. *Collective.*"""
         if embed is None:
             loss_fn = self._before_step(self, batch, loss_fn)
-        self._norm_is_finite = True
         trained = self._parameters()
         if trained and not torch.is_grad_enabled():
             raise UsageError(
@@ -427,7 +434,7 @@ class Replica:
         if self._scale.is_active and not are_finite(p.grad for p in self._trained() if p.grad is not None):
             window.is_finite = False
             return f"the gradient is not finite at a loss scale of {self._scale.value:g}"
-        return None if self._norm_is_finite else "the norm of the gradient is not finite"
+        return None if window.norm_is_finite else "the norm of the gradient is not finite"
 
     def _apply(self) -> None:
         self._operations.enter("update", self.num_steps, waits=False)
@@ -456,31 +463,51 @@ class Replica:
         return next(filter(needs_closure, self.optimizers), None)
 
     def _step_with_closure(self, batch: GlobalBatch, loss_fn: LossFunction, embed: Embed | None) -> float:
-        """One step of an optimizer that computes loss and gradient as often as it likes. *Collective.*"""
+        """One step of an optimizer that computes loss and gradient as often as it likes. *Collective.*
+
+        If one of these evaluations is to be skipped the whole step is, and what it did so far is taken back.
+        """
         self._check_not_failed()
-        windows: list[Window] = []
-
-        def closure() -> float:
-            self._window = None
-            self._masters.push()
-            self._changes.remember(self._watched())
-            window = Window()
-            self._evaluate(batch, loss_fn, embed, window)
-            windows.append(window)
-            if window.weight:
-                self._clip()
-            return window.loss
-
+        self._in_step = True
         (optimizer,) = self.optimizers
         self._masters.attach()
         self._masters.pull()
-        optimizer.step(closure)
-        self._masters.push()
-        self._changes.remember(self._watched())
+        windows: list[Window] = []
+
+        def closure() -> float:
+            self._masters.push()
+            self._changes.remember(self._watched())
+            self._window = Window()
+            windows.append(self._window)
+            self._evaluate(batch, loss_fn, embed, self._window)
+            self._clip()
+            reason = self._reason_to_skip(self._window)
+            if reason is not None:
+                raise _SkippedError(reason)
+            return self._window.loss
+
+        held = [parameter for group in self._groups() for parameter in group["params"]]
+        before = Snapshot(self.model, held, optimizer)
+        skipped: str | None = None
+        try:
+            optimizer.step(closure)
+        except BaseException as error:
+            before.restore()
+            if self._failure is None:
+                self._window = None
+            else:
+                self._before = before  # `skip` ends the step
+            if not isinstance(error, _SkippedError):
+                raise
+            skipped = str(error)
+        finally:
+            self._masters.push()
+            self._changes.remember(self._watched())
+        self._window = None
         self._num_batches += 1
-        first = windows[0]
-        self._finish(first, first.skipped)
-        return first.loss
+        window = windows[0] if skipped is None else windows[-1]
+        self._finish(window, skipped)
+        return window.loss
 
     def _check_not_failed(self) -> None:
         if self._failure is not None:
@@ -488,6 +515,10 @@ class Replica:
                 f"step {self.num_steps} failed on this worker with {self._failure!r}, and the others wait for "
                 f"it: call replica.skip() where that error is caught, so that all skip the step."
             ) from self._failure
+
+
+class _SkippedError(Exception):
+    """Ends an optimizer's step from within the function that computes loss and gradient; says why."""
 
 
 def as_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -524,7 +555,8 @@ def _check_clipping(clip_norm: ClipNorm, clip_value: float | None, *, num_groups
         raise UsageError(f"clip_norm={clip_norm}: expected a positive number, or None.")
     if isinstance(clip_norm, Sequence) and len(limits) != num_groups:
         raise UsageError(
-            f"clip_norm={list(clip_norm)} has {len(limits)} limits, but the optimizers have {num_groups} groups."
+            f"clip_norm={list(clip_norm)} has {len(limits)} limits, but the optimizers have {num_groups} groups: "
+            f"expected one for each; replica.clip_norm can be set when groups are added."
         )
     if clip_value is not None and not clip_value > 0:
         raise UsageError(f"clip_value={clip_value}: expected a positive number, or None.")

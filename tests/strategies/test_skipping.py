@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -192,3 +193,94 @@ def test_a_gradient_norm_that_is_not_finite_skips_the_update() -> None:
         replica = line(run, clip_norm=1.0)
         replica.step(global_batch([torch.ones(1)]), lambda m, targets: (m.w * 1e-45).sqrt().sum())
         assert (replica.model.w.item(), replica.skipped, replica.num_steps) == (0.0, True, 1)
+
+
+def small_lbfgs(run: unisono.Run, **options: Any) -> unisono.Replica:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    return run.replicate(model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4), **options)
+
+
+def targets(step: int) -> Any:
+    generator = torch.Generator().manual_seed(step)
+    return global_batch([torch.randn(4, 2, generator=generator) for _ in range(2)])
+
+
+def distance(model: nn.Module, rows: Tensor) -> Tensor:
+    return (model(rows).squeeze(1) - rows.sum(1)).square().mean()
+
+
+class Bad:
+    """Makes a loss, a gradient or a forward pass go wrong at the given calls."""
+
+    def __init__(self, kind: str, calls: set[int]) -> None:
+        self.kind, self.calls, self.count = kind, calls, 0
+
+    def __call__(self, model: nn.Module, rows: Tensor) -> Tensor:
+        loss = distance(model, rows)
+        self.count += 1
+        if self.count not in self.calls:
+            return loss
+        if self.kind == "error":
+            raise MemoryError
+        if self.kind == "gradient":
+            loss.register_hook(lambda gradient: gradient * math.inf)
+            return loss
+        return loss * math.nan
+
+
+def calm_outcome(scaler: Any) -> str:
+    with alone() as run:
+        replica = small_lbfgs(run, clip_norm=None if scaler else 100.0, scaler=scaler)
+        for step in (0, 2):
+            replica.step(targets(step), distance)
+        return run.fingerprint(replica.model)
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient", "overflow", "error"])
+@pytest.mark.parametrize("call", [1, 2, 6])
+def test_a_step_of_several_evaluations_is_applied_whole_or_not_at_all(kind: str, call: int) -> None:
+    """Two micro-batches: the first, second and third evaluation go wrong."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if kind == "overflow" else None
+    calm = calm_outcome(copy.deepcopy(scaler))
+    with alone() as run:
+        replica = small_lbfgs(run, clip_norm=None if scaler else 100.0, scaler=scaler)
+        replica.step(targets(0), distance)
+        before = run.fingerprint(replica.model)
+        with suppress(MemoryError):
+            replica.step(targets(1), Bad("gradient" if scaler else kind, {call}))
+        if kind == "error":
+            replica.skip()
+        assert (replica.skipped, replica.num_steps, replica.num_skipped) == (True, 2, 1)
+        assert run.fingerprint(replica.model) == before
+        if scaler is not None:
+            assert scaler.get_scale() == 4.0
+        replica.step(targets(2), distance)
+        assert not replica.skipped
+        assert run.fingerprint(replica.model) == calm, "the optimizer's history is as before too"
+
+
+def test_a_norm_that_was_not_finite_counts_for_the_whole_window() -> None:
+    with alone() as run:
+        replica = line(run)
+        hook = replica.model.w.register_hook(lambda gradient: gradient * math.inf)
+        replica.backward(pair(run), line_loss)
+        assert not math.isfinite(replica.clip(1.0))
+        hook.remove()
+        replica.backward(pair(run), line_loss)
+        replica.update()
+        assert replica.skipped
+        assert replica.model.w.item() == 0.0
+        replica.step(pair(run), line_loss)
+        assert not replica.skipped
+
+
+def test_loading_a_state_forgets_the_window_that_was_open() -> None:
+    with alone() as run:
+        replica = line(run)
+        state = copy.deepcopy(replica.state_dict())
+        replica.backward(pair(run), line_loss)
+        replica.load_state_dict(state)
+        with pytest.raises(UsageError, match=r"update\(\) without a gradient"):
+            replica.update()
+        replica.backward(global_batch([torch.tensor([1.0])]), line_loss)
+        assert replica.model.w.grad.item() == -1.0

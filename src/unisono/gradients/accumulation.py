@@ -19,6 +19,7 @@ class Window:
         loss: their mean loss, by weight; nan before the first.
         skipped: why the last batch that did not count was skipped.
         is_finite: whether all losses were finite.
+        norm_is_finite: whether all norms that gradients were clipped to were.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class Window:
         self.loss = float("nan")
         self.skipped: str | None = None
         self.is_finite = True
+        self.norm_is_finite = True
         self._held: dict[nn.Parameter, Tensor] = {}
         self._has_gradients = False
 

@@ -118,6 +118,7 @@ class BufferKeeper:
         self._averaged = [entry for entry in entries if entry.policy == "mean"]
         self._others = [entry for entry in entries if entry.policy != "mean"]
         self._entries = self._averaged + self._others
+        self._put: list[_Entry] = []
         self._values: list[dict[int, Tensor]] = [{} for _ in self._others]
 
     @property
@@ -133,12 +134,25 @@ class BufferKeeper:
     def other_names(self) -> list[str]:
         return [entry.name for entry in self._others]
 
-    def begin(self) -> None:
-        """Remember the values at the start of a step; copies only those that changed since the last call."""
+    def begin(self) -> dict[str, Tensor]:
+        """Remember the values at the start of a step; copies only those that changed since the last call.
+
+        Returns:
+            Those that something else than a step has written since, by name.
+        """
         self.forget_values()
+        written: dict[str, Tensor] = {}
         for entry in self._entries:
             if entry.has_changed:
                 entry.remember()
+                written[entry.name] = entry.saved
+        return written
+
+    def settle(self) -> None:
+        """Take what the step has put in place for how buffers should be found at the start of the next one."""
+        for entry in self._put:
+            entry.remember()
+        self._put = []
 
     def forget_values(self) -> None:
         """Drop what micro-batches gave buffers so far."""
@@ -207,8 +221,10 @@ class BufferKeeper:
 
     def put_averaged(self, index: int, value: Tensor) -> None:
         """Set the averaged buffer number `index`. In place."""
+        entry = self._averaged[index]
         with torch.no_grad():
-            self._averaged[index].tensor.copy_(value)
+            entry.tensor.copy_(value)
+        self._put.append(entry)
 
     def put_other(self, index: int, value: Tensor) -> None:
         """Set the other buffer number `index`, whatever its shape was before."""
@@ -218,6 +234,7 @@ class BufferKeeper:
                 entry.tensor.copy_(value)
             else:
                 entry.module._buffers[entry.key] = value.clone()
+        self._put.append(entry)
 
 
 def _entries(model: nn.Module, declared: Mapping[int, BufferPolicy]) -> Iterator[_Entry]:

@@ -22,7 +22,7 @@ from unisono.collectives.choose import check_algorithm
 from unisono.collectives.gather import gather_rows
 from unisono.compilation import compile_each_shape
 from unisono.errors import MismatchError, TransportError, UsageError
-from unisono.gradients.changes import Written
+from unisono.gradients.changes import Written, first_of, sum_of_bits
 from unisono.gradients.partial_sums import count_merges
 from unisono.gradients.sparse_sums import declared_sparse
 from unisono.randomness import derive, keyed
@@ -122,7 +122,8 @@ class SynchronousEngine:
         self._gradients = self._planner.plan(trained)
         self._reduction = Reduction(self._joiner, key=str(context.number))
         self._loss_scale = 1.0
-        self._state = 0
+        self._state = (0, 0)
+        self._written_buffers: list[str] = []
         self._gives_up = False
         self._running = 0
         self._failed: Callable[[], StepResult] | None = None
@@ -163,11 +164,12 @@ class SynchronousEngine:
         self._failed = None
         compile_each_shape()
         self._loss_scale = loss_scale
-        self._state = state
         self._replan_if_parameters_changed()
         self._sync_batch_norms.begin(batch, step=step)
         self._joiner.begin(f"step {step} of replica {self._context.number}", batch.assignment, step=step)
-        self._statistics.keeper.begin()
+        written = self._statistics.keeper.begin()
+        self._written_buffers = list(written)
+        self._state = (state, sum_of_bits(written.values()))
         with self._tidy():
             if embed is not None:
                 return self._reduce_whole(batch, loss_fn, embed, step=step)
@@ -209,6 +211,11 @@ class SynchronousEngine:
             table.check_signatures_agree(batch.assignment.owners, step=step)
         except MismatchError as error:
             self._written.explain(step=step, cause=error)
+            if self._written_buffers:
+                raise MismatchError(
+                    f"{error} On this rank {first_of(self._written_buffers)} were written between steps, by "
+                    f"the script or a forward pass in training mode."
+                ) from error
             raise
         skipped = table.reason_to_skip(batch.assignment.owners)
         dense: set[int] = set()
@@ -283,6 +290,7 @@ class SynchronousEngine:
         reference = self._reference.of(batch, table.weights)
         self._reduction.finish(table.present(), scale=reference / table.weight / self._loss_scale)
         self._statistics.put(self._joiner, batch.assignment, table, reference=reference)
+        self._statistics.keeper.settle()
         self._agree_on_order(batch)
         self._reference.advance(table.weight, batch.assignment.num_micro_batches)
         return StepResult(table.loss, table.weight)
