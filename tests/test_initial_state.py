@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import unisono
 from unisono.errors import MismatchError, UsageError
 from unisono.fingerprints import digest_of, fingerprint
 from unisono.initial_state import describe, share_initial_state
@@ -78,6 +80,28 @@ def test_every_worker_has_rank_0s_parameters_and_buffers_to_the_bit(world_size: 
 def test_large_tensors_travel_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.initial_state.CHUNK_BYTES", 16)
     test_every_worker_has_rank_0s_parameters_and_buffers_to_the_bit(3)
+
+
+@pytest.mark.skipif("UNISONO_LARGE_TESTS" not in os.environ, reason="needs 18 GiB; set UNISONO_LARGE_TESTS=1")
+def test_tensors_of_more_than_2_gib_are_sent_and_summed_whole(launch: Callable[..., list[Any]]) -> None:
+    def send() -> list[Any]:
+        with unisono.join() as run:
+            model = nn.Linear(1, 1)
+            model.register_buffer("big", torch.full((2**31 + 16,), run.rank + 1, dtype=torch.uint8))
+            run.replicate(model, sgd(model))
+            return [int(model.big.min()), int(model.big.max()), model.big[-32:].tolist()]
+
+    def add() -> list[Any]:
+        with unisono.join() as run:
+            model = nn.ParameterList([torch.ones(2**30 + 8, dtype=torch.bfloat16)])
+            replica = run.replicate(model, sgd(model, foreach=False))
+            batch = run.batch(lambda micro_batch: micro_batch, micro_batches=2)
+            replica.backward(batch, lambda model, number: (model[0][-2:] * (number + 1)).sum())
+            assert model[0].grad is not None
+            return model[0].grad[-3:].tolist()
+
+    assert launch(send, 2) == [[1, 1, [1] * 32]] * 2
+    assert launch(add, 2) == [[0.0, 1.5, 1.5]] * 2
 
 
 def test_parameters_that_only_the_optimizer_knows_are_sent_too() -> None:

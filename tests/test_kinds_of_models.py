@@ -169,6 +169,35 @@ def test_a_frozen_trunk_is_left_alone_and_trained_while_it_is_not(launch: Launch
     assert launch(work, 2) == [expected] * 2
 
 
+def test_frozen_layers_cost_no_traffic(launch: Launch) -> None:
+    def work() -> list[int]:
+        with unisono.join() as run:
+            model = nn.Sequential(nn.Linear(6, 1000), nn.Linear(1000, 3))
+            replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            transport = run._transport
+            sent: list[int] = []
+
+            start = transport.start
+
+            def counting(sends: Any, receives: Any) -> Any:
+                sent.append(sum(tensor.nbytes for _, tensor in sends))
+                return start(sends, receives)
+
+            transport.start = counting  # type: ignore[method-assign]
+            found = []
+            for step in range(6):
+                model[0].requires_grad_(step < 2 or step >= 4)
+                sent.clear()
+                replica.step(global_batch(parts(step), shares=[2, 2], rank=run.rank), cross_entropy)
+                found.append(sum(sent))
+            return found
+
+    trunk, head = 4 * (6 * 1000 + 1000), 4 * (1000 * 3 + 3)
+    for found in launch(work, 2):
+        assert all(trunk + head <= found[step] < trunk + head + 500 for step in (0, 1, 4, 5)), found
+        assert all(head <= found[step] < head + 500 for step in (2, 3)), found
+
+
 def test_parameters_that_a_rank_changes_its_own_way_are_found(launch: Launch) -> None:
     def work() -> str:
         with unisono.join() as run:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from unisono.collectives.gather import gather_bytes, gather_rows
+from unisono.collectives.gather import gather_bytes, gather_rows, gather_tensors
 from unisono.errors import MismatchError, UsageError
 from worlds import TRANSPORTS, alone
 
@@ -36,6 +38,35 @@ def test_byte_strings_of_any_length_are_on_all_ranks_in_order(transport, world_s
         return gather_bytes(transport, mine, len(parts))
 
     assert TRANSPORTS[transport](world_size, gather) == [parts] * world_size
+
+
+DTYPES = (
+    torch.bool,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.complex64,
+    torch.int8,
+    torch.int16,
+    torch.int64,
+    torch.uint16,
+    torch.float8_e4m3fn,
+)
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS])
+def test_tensors_of_any_dtype_and_shape_are_on_all_ranks(transport):
+    shapes = ((), (0, 3), (5,), (2, 3))
+    values = [torch.arange(math.prod(shape)).reshape(shape).to(dtype) for dtype in DTYPES for shape in shapes]
+
+    def gather(transport):
+        mine = {number: part for number, part in enumerate(values) if number % 3 == transport.rank}
+        return gather_tensors(transport, mine, len(values))
+
+    for found in TRANSPORTS[transport](3, gather):
+        assert [(t.dtype, t.shape, t.tolist()) for t in found] == [
+            (t.dtype, t.shape, t.tolist()) for t in values
+        ]
 
 
 def test_nothing_to_gather_gives_nothing():
