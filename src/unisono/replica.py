@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +38,38 @@ from unisono.transport.base import Transport
 ClipNorm = float | Sequence[float | None] | None
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What a user says about one replica; see `Run.replicate`."""
+
+    strategy: Strategy
+    clip_norm: ClipNorm = None
+    clip_value: float | None = None
+    scaler: torch.amp.GradScaler | None = None
+    master_weights: bool = False
+    buffers: Declared = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the replicas of one run share.
+
+    Args:
+        emit: is told what happens.
+        before_step: is given each batch and its loss function, and returns the loss function to call.
+        replicas: all of the run, in their order; grows.
+    """
+
+    transport: Transport
+    announcer: Announcer
+    operations: Operations
+    device: torch.device
+    seed: int
+    emit: Callable[[Event], None]
+    before_step: Callable[[Replica, GlobalBatch, LossFunction], LossFunction]
+    replicas: Sequence[Replica]
+
+
 class Replica:
     """A model that every worker holds a copy of; made by `Run.replicate`.
 
@@ -57,67 +90,55 @@ class Replica:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-        *,
-        number: int,
-        strategy: Strategy,
-        clip_norm: ClipNorm,
-        clip_value: float | None,
-        scaler: torch.amp.GradScaler | None,
-        master_weights: bool,
-        transport: Transport,
-        announcer: Announcer,
-        operations: Operations,
-        emit: Callable[[Event], None],
-        before_step: Callable[[Replica, GlobalBatch, LossFunction], LossFunction],
-        device: torch.device,
-        seed: int,
-        buffers: Declared,
-        replicas: Sequence[Replica],
+        settings: Settings,
+        surroundings: Surroundings,
     ) -> None:
         self.model = model
-        self.buffers = buffers
-        self.number = number
+        self.buffers = settings.buffers
+        self.number = len(surroundings.replicas)
         self.num_steps = 0
         self.num_skipped = 0
         self.skipped = False
         self.optimizer = optimizer
-        self.clip_norm = clip_norm
-        self.clip_value = clip_value
-        _check_clipping(clip_norm, clip_value, num_groups=len(list(self._groups())))
-        self._operations = operations
-        self._emit = emit
-        self._before_step = before_step
+        self.clip_norm = settings.clip_norm
+        self.clip_value = settings.clip_value
+        self._check_clipping()
+        self._surroundings = surroundings
+        self._emit = surroundings.emit
         self._num_batches = 0
         self._window: Window | None = None
         self._failure: Exception | None = None
         self._before: Snapshot | None = None
         self._in_step = False
-        self._scale = LossScale(scaler, device)
-        self._masters = MasterWeights(lambda: self.optimizers if master_weights else ())
-        self._check_no_masters_of(replicas)
+        self._scale = LossScale(settings.scaler, surroundings.device)
+        self._masters = MasterWeights(lambda: self.optimizers if settings.master_weights else ())
+        self._check_no_masters_of(surroundings.replicas)
         self._parameters = TrainedParameters(
-            model, lambda: self.optimizers, lambda message: emit(Notice(message)), self._masters.parameter_of
+            model,
+            lambda: self.optimizers,
+            lambda message: self._emit(Notice(message)),
+            self._masters.parameter_of,
         )
         self._changes = Changes()
         self._changes.remember(self._watched())
-        if not master_weights:
+        if not settings.master_weights:
             self._warn_of_halves()
-        self._engine = strategy.bind(
+        self._engine = settings.strategy.bind(
             ReplicaContext(
-                number=number,
+                number=self.number,
                 model=model,
                 parameters=self._parameters,
                 frozen=lambda: self._parameters.frozen,
-                transport=transport,
-                announcer=announcer,
-                operations=operations,
-                device=device,
-                seed=seed,
-                float32_gradients=master_weights,
-                buffers=buffers,
+                transport=surroundings.transport,
+                announcer=surroundings.announcer,
+                operations=surroundings.operations,
+                device=surroundings.device,
+                seed=surroundings.seed,
+                float32_gradients=settings.master_weights,
+                buffers=settings.buffers,
                 others=lambda: [
                     (f"replica {other.number}: ", other.model, other.buffers)
-                    for other in replicas
+                    for other in surroundings.replicas
                     if other is not self
                 ],
             )
@@ -155,7 +176,7 @@ class Replica:
             UsageError: `clip_norm` or `clip_value` doesn't fit the optimizers, or the loss function is at fault.
             MismatchError: workers or micro-batches disagree about what can't be averaged. Nothing was applied.
         """
-        _check_clipping(self.clip_norm, self.clip_value, num_groups=len(list(self._groups())))
+        self._check_clipping()
         if self._closure_optimizer() is not None:
             return self._step_with_closure(batch, loss_fn, embed)
         result = self._backward(batch, loss_fn, embed, in_step=True)
@@ -304,7 +325,7 @@ class Replica:
     ) -> StepResult:
         """Compute one batch's gradient and take it into `window`. *Collective.*"""
         if embed is None:
-            loss_fn = self._before_step(self, batch, loss_fn)
+            loss_fn = self._surroundings.before_step(self, batch, loss_fn)
         trained = self._parameters()
         if trained and not torch.is_grad_enabled():
             raise UsageError(
@@ -424,6 +445,20 @@ class Replica:
         if self.clip_value is not None:
             self.clip_by_value(self.clip_value)
 
+    def _check_clipping(self) -> None:
+        """Refuse limits that mean nothing, or of which there isn't one for each group."""
+        limits = list(self.clip_norm) if isinstance(self.clip_norm, Sequence) else [self.clip_norm]
+        if not all(limit is None or limit > 0 for limit in limits):
+            raise UsageError(f"clip_norm={self.clip_norm}: expected a positive number, or None.")
+        num_groups = len(list(self._groups()))
+        if isinstance(self.clip_norm, Sequence) and len(limits) != num_groups:
+            raise UsageError(
+                f"clip_norm={limits} has {len(limits)} limits, but the optimizers have {num_groups} groups: expected "
+                f"one for each; replica.clip_norm can be set when groups are added."
+            )
+        if self.clip_value is not None and not self.clip_value > 0:
+            raise UsageError(f"clip_value={self.clip_value}: expected a positive number, or None.")
+
     def _groups(self) -> Iterator[dict[str, Any]]:
         for optimizer in self.optimizers:
             yield from optimizer.param_groups
@@ -437,14 +472,14 @@ class Replica:
         return None if window.norm_is_finite else "the norm of the gradient is not finite"
 
     def _apply(self) -> None:
-        self._operations.enter("update", self.num_steps, waits=False)
+        self._surroundings.operations.enter("update", self.num_steps, waits=False)
         self._masters.pull()  # the script may have written parameters since backward
         self._masters.take_gradients()  # or given them other gradients
         for optimizer in self.optimizers:
             optimizer.step()
         self._masters.push()
         self._changes.remember(self._watched())
-        self._operations.leave()
+        self._surroundings.operations.leave()
 
     def _finish(self, window: Window, skipped: str | None) -> None:
         if window.weight and skipped is not None:
@@ -547,16 +582,3 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``step`` can't be called without a function that computes loss and gradient."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _check_clipping(clip_norm: ClipNorm, clip_value: float | None, *, num_groups: int) -> None:
-    limits = list(clip_norm) if isinstance(clip_norm, Sequence) else [clip_norm]
-    if not all(limit is None or limit > 0 for limit in limits):
-        raise UsageError(f"clip_norm={clip_norm}: expected a positive number, or None.")
-    if isinstance(clip_norm, Sequence) and len(limits) != num_groups:
-        raise UsageError(
-            f"clip_norm={list(clip_norm)} has {len(limits)} limits, but the optimizers have {num_groups} groups: "
-            f"expected one for each; replica.clip_norm can be set when groups are added."
-        )
-    if clip_value is not None and not clip_value > 0:
-        raise UsageError(f"clip_value={clip_value}: expected a positive number, or None.")

@@ -41,7 +41,7 @@ from unisono.gradients.buffer_policies import Declared, check_declared, describe
 from unisono.grid import Assignment, assign, even_shares, scale_shares
 from unisono.initial_state import share_initial_state
 from unisono.randomness import derive, seed_all
-from unisono.replica import ClipNorm, Replica, as_optimizers
+from unisono.replica import ClipNorm, Replica, Settings, Surroundings, as_optimizers
 from unisono.strategies import Synchronous
 from unisono.strategies.base import GlobalBatch, LossFunction, Strategy
 from unisono.transport.base import Transport
@@ -158,6 +158,16 @@ class Run:
         self._announcer = Announcer(self._transport, connection.store)
         connection.on_abort(self._announcer.stop)
         connection.on_stall(self._announcer.stalled)
+        self._surroundings = Surroundings(
+            transport=self._transport,
+            announcer=self._announcer,
+            operations=connection,
+            device=device,
+            seed=seed,
+            emit=self._emit,
+            before_step=self._before_step,
+            replicas=self._replicas,
+        )
         self._agreement = Agreement(self._transport, self._announcer, self._doing)
         if audited is not None:
             self._audit = Audit(audited, self.rank, seed, device=device)
@@ -228,25 +238,15 @@ class Run:
             )
         for other in self._replicas:  # of which this model may be a part
             other.expect_current_values()
-        replica = Replica(
-            model,
-            optimizer,
-            number=len(self._replicas),
+        settings = Settings(
             strategy=Synchronous() if strategy is None else strategy,
             clip_norm=clip_norm,
             clip_value=clip_value,
             scaler=scaler,
             master_weights=master_weights,
-            transport=self._transport,
-            announcer=self._announcer,
-            operations=self._connection,
-            emit=self._emit,
-            before_step=self._before_step,
-            device=self.device,
-            seed=self.seed,
             buffers=buffers,
-            replicas=self._replicas,
         )
+        replica = Replica(model, optimizer, settings, self._surroundings)
         self._replicas.append(replica)
         self._announcer.compares_steps = len(self._replicas) > 1
         return replica
