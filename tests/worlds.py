@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import distributed
@@ -12,6 +13,7 @@ from torch import distributed
 from unisono.transport.base import Transport
 from unisono.transport.local import LocalTransport
 from unisono.transport.process_group import ProcessGroupTransport
+from unisono.transport.shared_memory import SharedMemoryTransport
 from unisono.transport.threads import ThreadWorld
 
 WORLD_SIZES = (1, 2, 3, 4, 7, 8)
@@ -31,6 +33,18 @@ def on_process_groups(
     world_size: int, function: Callable[[Transport], Any], *, backend: str = "gloo"
 ) -> list[Any]:
     """Run ``function(transport)`` for every rank of a process group, with a group object a thread."""
+    make = partial(ProcessGroupTransport, backend=backend, timeout_s=20)
+    return _on_real_ones(world_size, function, make)
+
+
+def on_shared_memory(world_size: int, function: Callable[[Transport], Any]) -> list[Any]:
+    """The same over memory that all ranks see."""
+    return _on_real_ones(world_size, function, partial(SharedMemoryTransport, timeout_s=20))
+
+
+def _on_real_ones(
+    world_size: int, function: Callable[[Transport], Any], make: Callable[..., Transport]
+) -> list[Any]:
     store = distributed.HashStore()
     results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
@@ -39,7 +53,7 @@ def on_process_groups(
 
     def work(rank: int) -> None:
         try:
-            with ProcessGroupTransport(store, rank, world_size, backend=backend, timeout_s=20) as transport:
+            with make(store, rank, world_size) as transport:
                 connected.wait()
                 results[rank] = function(transport)
         except BaseException as error:
@@ -96,5 +110,6 @@ TRANSPORTS = {
     "threads": on_threads,
     "mapped": on_mapped_threads,
     "gloo": on_process_groups,
+    "shared": on_shared_memory,
     "plugin": on_plugin,
 }

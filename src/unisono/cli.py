@@ -83,7 +83,8 @@ def run(
         typer.Option(help="Keep hidden output here (rank-1.log ...); by default only failed runs keep it."),
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="What moves tensors: gloo, nccl, or another one that torch knows.")
+        str | None,
+        typer.Option(help="What moves tensors: shared_memory, gloo, nccl or another that torch knows."),
     ] = None,
     step_timeout_s: Annotated[
         float | None, typer.Option(help="How long a worker waits for the others in one operation.")

@@ -44,9 +44,10 @@ from unisono.randomness import derive, seed_all
 from unisono.replica import ClipNorm, Replica, Settings, Surroundings, as_optimizers
 from unisono.strategies import Synchronous
 from unisono.strategies.base import GlobalBatch, LossFunction, Strategy
+from unisono.transport.backends import check_backend
 from unisono.transport.base import Transport
+from unisono.transport.choose import connect_workers
 from unisono.transport.local import LocalTransport
-from unisono.transport.process_group import ProcessGroupTransport, check_backend
 
 MICRO_BATCHES = 8
 
@@ -78,7 +79,8 @@ def join(
         assignment: ``"even"``, or a share for each worker, such as ``[3, 1]``. Changes no bit.
         threads_per_worker: intra-op threads; 1 by default on CPU, where another count gives other bits.
         step_timeout_s: how long one operation may wait for other workers; half an hour by default.
-        backend: torch's name of what moves tensors; gloo on CPU and nccl on CUDA by default.
+        backend: what moves tensors: "shared_memory", or torch's name of a process group. By default CPU workers
+            on one host share memory, others use gloo; on CUDA nccl.
         device: where this worker computes; an accelerator of its own if there is one, else the CPU.
         observer: is told events; by default notices go to standard error.
 
@@ -510,16 +512,19 @@ class Run:
         # Under torchrun a script may join several times; each time is a group of its own.
         number = store.add(f"joined/{self.rank}", 1)
         with self._doing("the meeting of all workers"):
-            return ProcessGroupTransport(
+            transport, notice = connect_workers(
                 PrefixStore(f"transport/{number}", store),
                 self.rank,
                 self.world_size,
-                backend=backend or ("nccl" if self.device.type == "cuda" else "gloo"),
+                backend=backend,
                 device=self.device,
                 # More than the watchdog's deadline, which comes first and can say where the missing ones are.
                 timeout_s=2 * self._connection.step_timeout_s,
                 hostname=self._connection.address,
             )
+        if notice is not None:
+            self._notify(notice)
+        return transport
 
     @contextmanager
     def _doing(self, operation: str, *, waits: bool = True) -> Iterator[None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from unisono.cluster.process import python_command
 from unisono.errors import UsageError
 
-_BUILT_IN_BACKENDS = ("gloo",)
+_BUILT_IN_BACKENDS = ("gloo", "shared_memory")
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "accel*", "dri/renderD*", "davinci[0-9]*")
 _TIMEOUT_S = 120.0
 
@@ -26,7 +26,7 @@ def count_accelerators(devices: Path = Path("/dev")) -> int:
 
 
 def check_backend(name: str) -> None:
-    """Raise a `UsageError` unless torch knows the backend. At once for gloo, else after importing torch."""
+    """Raise a `UsageError` unless torch knows the backend. At once for those of CPUs, else after importing torch."""
     if name in _BUILT_IN_BACKENDS:
         return
     answer = _ask("backend", name)

@@ -22,16 +22,17 @@ def check_algorithm(algorithm: str) -> None:
         )
 
 
-def choose(assignment: Assignment, algorithm: str = "auto") -> Schedule:
+def choose(assignment: Assignment, algorithm: str = "auto", *, maps_peers: bool = False) -> Schedule:
     """Return the schedule that sums over `assignment`. *Pure.* All give the same bits.
 
     "auto" takes pairs where the shares allow it, since a sum over two ranks is a backend's own all-reduce,
-    and direct exchange elsewhere.
+    and direct exchange elsewhere; also where ranks read each other's memory (`maps_peers`), since there each
+    element is then added up once and not by both.
 
     Raises:
         UsageError: the algorithm is unknown, or can't do this assignment.
     """
     check_algorithm(algorithm)
-    if algorithm == "pairs" or (algorithm == "auto" and can_pair(assignment)):
+    if algorithm == "pairs" or (algorithm == "auto" and not maps_peers and can_pair(assignment)):
         return pairs(assignment)
     return direct(assignment)

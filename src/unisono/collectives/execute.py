@@ -39,7 +39,7 @@ def execute(
         out: where the result goes; may be one of the pieces. Needed by a rank that holds no piece; else the
             memory of the first piece (or a buffer of the transport's, see `key`) is taken.
         key: names the buffers of this call if the transport maps peers' memory; without it nothing is
-            mapped. Pieces that lie in ``transport.allocate(buffer_key(key, piece), ...)`` need no copy.
+            mapped. Pieces that the transport has allocated need no copy.
         scale: what the result is multiplied with, rounded once.
         scratch: memory that is kept between calls.
 

@@ -20,7 +20,7 @@ from unisono.errors import TransportError
 
 
 def buffer_key(key: str, piece: Hashable) -> str:
-    """Return under which name `piece` is looked for in a rank's memory. Pieces put there need no copy."""
+    """Return under which name `piece` is looked for in a rank's memory."""
     return f"{key}/{piece}"
 
 
@@ -104,6 +104,10 @@ class MappedExecution(Execution):
     def _publish(self, piece: Hashable, chunk: int) -> None:
         """See to it that a held piece lies where peers look for it."""
         if (piece, chunk) not in self._visible:
+            whole = self.call.pieces.get(piece)
+            if whole is not None and self.transport.publish(buffer_key(self._key, piece), whole):
+                self._visible.update((piece, each) for each in range(len(self.bounds)))
+                return
             self._visible.add((piece, chunk))
             held, shared = self.held[piece, chunk], self._buffer(piece)[chunk]
             if held.data_ptr() != shared.data_ptr():

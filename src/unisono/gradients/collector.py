@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from unisono.errors import UsageError
 from unisono.gradients.buckets import Bucket, sum_dtype
-from unisono.gradients.partial_sums import PartialSums
+from unisono.gradients.partial_sums import Allocate, PartialSums
 from unisono.gradients.sparse_sums import SparseSums
 
 
@@ -31,6 +31,7 @@ class GradientCollector:
         buckets: where dense gradients go. What is in none of them has a sparse gradient.
         float32_sums: whether `buckets` are so planned; sparse gradients are then added up in float32 too.
         rounds: give parameters gradients of their own dtype where sums have a wider one.
+        allocate: ``allocate(number)`` says where the sums of bucket `number` get their buffers.
     """
 
     def __init__(
@@ -40,13 +41,17 @@ class GradientCollector:
         *,
         float32_sums: bool = False,
         rounds: bool = True,
+        allocate: Callable[[int], Allocate] | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._rounds = rounds
         dtypes = [sum_dtype(parameter, float32_sums=float32_sums) for parameter in parameters]
         self._wide = {i: dtype for i, dtype in enumerate(dtypes) if dtype != parameters[i].dtype}
         self._buckets = buckets
-        self._sums = [PartialSums(bucket) for bucket in buckets]
+        self._sums = [
+            PartialSums(bucket, None if allocate is None else allocate(number))
+            for number, bucket in enumerate(buckets)
+        ]
         self._bucket_of = {slot.index: number for number, b in enumerate(buckets) for slot in b.slots}
         self._views: list[list[Tensor] | None] = [None] * len(buckets)
         self._opened: list[list[Tensor] | None] = [None] * len(buckets)

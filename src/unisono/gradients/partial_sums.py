@@ -7,13 +7,15 @@ needs floor(log2 n) + 1 buffers at most, the gradients of the running micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from unisono.gradients.buckets import Bucket
 from unisono.grid import Block, parent, root
+
+Allocate = Callable[[int, int, torch.dtype], Tensor]
 
 
 def count_merges(blocks: Iterable[Block], num_micro_batches: int) -> dict[int, int]:
@@ -44,10 +46,15 @@ class PartialSums:
 
     Call `begin`, then `absorb` once for each own micro-batch in ascending order, then read `partials`. Buffers
     are kept from step to step: a second step allocates nothing.
+
+    Args:
+        allocate: ``allocate(number, num_elements, dtype)`` returns buffer number `number`, flat, zero when new.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, allocate: Allocate | None = None) -> None:
         self.bucket = bucket
+        self._allocate = allocate
+        self._num_buffers = 0
         self._free: list[Flat] = []
         self._stack: list[tuple[Block, Flat]] = []
         self._others: dict[int, Flat] = {}
@@ -125,7 +132,10 @@ class PartialSums:
             return self._free.pop()
         # Zeros, because the gaps between slots are summed and sent like everything else.
         bucket = self.bucket
-        return Flat(bucket, torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=bucket.device))
+        if self._allocate is None:
+            return Flat(bucket, torch.zeros(bucket.num_elements, dtype=bucket.dtype, device=bucket.device))
+        number, self._num_buffers = self._num_buffers, self._num_buffers + 1
+        return Flat(bucket, self._allocate(number, bucket.num_elements, bucket.dtype))
 
     @staticmethod
     def _fill(flat: Flat, gradients: Sequence[Tensor | None], scale: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,6 +13,7 @@ from unisono.fingerprints import digest_of
 from unisono.gradients.buckets import Bucket, plan_buckets
 from unisono.gradients.collector import GradientCollector
 from unisono.gradients.parameters import Named
+from unisono.gradients.partial_sums import Allocate
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Planner:
         sparse: ids of the parameters that are said to have sparse gradients.
         float32_sums: add up gradients of 16 bits in float32.
         rounds: whether they are rounded to 16 bits again afterwards.
+        allocate: where the sums of each bucket get their buffers.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Planner:
         sparse: Iterable[int] = (),
         float32_sums: bool = False,
         rounds: bool = True,
+        allocate: Callable[[int], Allocate] | None = None,
     ) -> None:
         self._known = {id(parameter): weakref.ref(parameter) for parameter in known}
         self._bucket_bytes = bucket_bytes
@@ -65,6 +68,7 @@ class Planner:
         self._alone = alone
         self._float32_sums = float32_sums
         self._rounds = rounds
+        self._allocate = allocate
         self._sparse = {key: self._known[key] for key in sparse if key in self._known}
 
     def plan(self, named: Named) -> GradientPlan:
@@ -117,7 +121,11 @@ class Planner:
             float32_sums=self._float32_sums,
         )
         collector = GradientCollector(
-            parameters, buckets, float32_sums=self._float32_sums, rounds=self._rounds
+            parameters,
+            buckets,
+            float32_sums=self._float32_sums,
+            rounds=self._rounds,
+            allocate=self._allocate,
         )
         return GradientPlan(named, buckets, collector, signature_of(named), digest, order)
 

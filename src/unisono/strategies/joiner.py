@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.collectives.announce import Announcer
 from unisono.collectives.choose import choose
-from unisono.collectives.execute import Scratch, execute
+from unisono.collectives.execute import Scratch, buffer_key, execute
 from unisono.errors import MismatchError, WorkerLostError
 from unisono.gradients.buckets import Bucket
 from unisono.grid import Assignment
@@ -70,7 +70,9 @@ class Joiner:
     def begin(self, name: str, assignment: Assignment, *, step: int) -> None:
         """Start the call `name`, a step over `assignment`. *Collective.* Returns at once."""
         if assignment not in self._schedules:
-            self._schedules = {assignment: choose(assignment, self._algorithm)}
+            self._schedules = {
+                assignment: choose(assignment, self._algorithm, maps_peers=self.transport.maps_peers)
+            }
         self.assignment = assignment
         self._schedule = self._schedules[assignment]
         self._step = step
@@ -128,11 +130,16 @@ class Joiner:
         if self._posts:
             return self._post(partials, bucket, scale)()
         assert self._schedule is not None
+        if self.transport.maps_peers:
+            name = buffer_key(key, self._schedule.result)
+            out = self.transport.allocate(name, bucket.num_elements, bucket.dtype)
+        else:
+            out = next(iter(partials.values())) if partials else _zeros(bucket)
         return execute(
             self._schedule,
             self.transport,
             partials,
-            out=next(iter(partials.values())) if partials else _zeros(bucket),
+            out=out,
             key=key,
             scale=scale,
             scratch=self._scratch,

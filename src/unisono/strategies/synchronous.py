@@ -23,7 +23,7 @@ from unisono.collectives.gather import gather_rows
 from unisono.compilation import compile_each_shape
 from unisono.errors import MismatchError, TransportError, UsageError
 from unisono.gradients.changes import Written, first_of, sum_of_bits
-from unisono.gradients.partial_sums import count_merges
+from unisono.gradients.partial_sums import Allocate, count_merges
 from unisono.gradients.sparse_sums import declared_sparse
 from unisono.randomness import derive, keyed
 from unisono.strategies.base import Embed, GlobalBatch, LossFunction, ReplicaContext, StepResult
@@ -118,6 +118,7 @@ class SynchronousEngine:
             sparse=declared_sparse(context.model),
             float32_sums=strategy.float32_sums or context.float32_gradients,
             rounds=not context.float32_gradients,
+            allocate=self._allocate if context.transport.maps_peers else None,
         )
         self._gradients = self._planner.plan(trained)
         self._reduction = Reduction(self._joiner, key=str(context.number))
@@ -128,6 +129,11 @@ class SynchronousEngine:
         self._running = 0
         self._failed: Callable[[], StepResult] | None = None
         self._written: Written
+
+    def _allocate(self, bucket: int) -> Allocate:
+        """Return what gives a bucket's sums memory that other workers can read."""
+        transport, number = self._context.transport, self._context.number
+        return lambda at, size, dtype: transport.allocate(f"{number}/sums{bucket}/{at}", size, dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the reference weight, all that outlives a step."""

@@ -17,6 +17,8 @@ from unisono.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+SHARED_MEMORY = "shared_memory"
+"""Not a process group, but chosen by name among them."""
 LONG = timedelta(hours=24)
 """The groups' own time-out. One that strikes breaks the group for good: deadlines are enforced elsewhere."""
 
@@ -39,12 +41,12 @@ class Member:
 
 
 def available_backends() -> tuple[str, ...]:
-    """Return the names of all backends that this process can use: built in or registered with torch."""
+    """Return the names of all backends that can be asked for here: our own, built into torch, registered with it."""
     from torch import distributed
 
     built_in = [("gloo", distributed.is_gloo_available), ("nccl", distributed.is_nccl_available)]
     names = [name for name, is_available in built_in if is_available()]
-    return tuple(names + sorted(name.lower() for name in distributed.Backend._plugins))
+    return (SHARED_MEMORY, *names, *sorted(name.lower() for name in distributed.Backend._plugins))
 
 
 def check_backend(backend: str) -> None:

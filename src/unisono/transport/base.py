@@ -89,8 +89,12 @@ class Transport(ABC):
         """
         return torch.zeros(num_elements, dtype=dtype, device=self.device)
 
+    def publish(self, key: str, tensor: Tensor) -> bool:
+        """Let peers view `tensor` under `key` too, if it is a buffer that was allocated here; say whether it is."""
+        return False
+
     def peer_view(self, peer: int, key: str) -> Tensor | None:
-        """Return the buffer that `peer` allocated under `key`, or None if it can't be mapped.
+        """Return the buffer that `peer` allocated or published under `key`, or None if it can't be mapped.
 
         To be read only after a message from the peer that says so, and never to be written.
         """

@@ -12,20 +12,18 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from unisono.errors import DeadlineError, TransportError, WorkerLostError
+from unisono.errors import TransportError, WorkerLostError
 from unisono.transport.backends import Member, check_backend, gloo_device, make_group
 from unisono.transport.base import CPU, Transport, Work
 from unisono.transport.local import Aborted
+from unisono.transport.meeting import meet
 from unisono.transport.sockets import Sockets
-
-__all__ = ["ProcessGroupTransport", "check_backend"]
 
 _EXACT = frozenset({torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64})
 """Where a backend's sum over two ranks has the very bits of torch's addition."""
@@ -82,7 +80,7 @@ class ProcessGroupTransport(Transport):
         self._blank = torch.zeros(1, dtype=torch.uint8, device=device)
         self._sockets = Sockets()
         self._pairs: dict[int, Any] = {}
-        _meet(store, rank, world_size, timeout_s=timeout_s)
+        meet(store, rank, world_size, timeout_s=timeout_s)  # making a group can't be interrupted
         with self._sockets.watch():
             self._gloo = gloo_device(hostname, interface) if backend == "gloo" else None
             self._group = self._make_group("all", rank, world_size)
@@ -293,24 +291,6 @@ class _SumInOrder:
         for rank in range(1, len(parts)):
             self._tensor.add_(parts[rank])
         self._parts = {}
-
-
-def _meet(store: Any, rank: int, world_size: int, *, timeout_s: float) -> None:
-    """Wait until every rank is there, since making a group can't be interrupted."""
-    keys = {each: f"here/{each}" for each in range(world_size)}
-    store.set(keys[rank], b"1")
-    others = [key for each, key in keys.items() if each != rank]
-    if not others:
-        return
-    try:
-        store.wait(others, timedelta(seconds=timeout_s))
-    except (RuntimeError, DeadlineError) as error:  # torch's own stores and ours
-        missing = [each for each, key in keys.items() if not store.check([key])]
-        if not missing:
-            return
-        raise DeadlineError(
-            f"rank {rank}: waited {timeout_s:g} s for {world_size} workers to come; missing: ranks {missing}."
-        ) from error
 
 
 def _close_in_forked_children(transport: ProcessGroupTransport) -> None:

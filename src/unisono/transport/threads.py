@@ -211,6 +211,14 @@ class ThreadTransport(Transport):
                 self.world.buffers[self.rank, key] = buffer
             return buffer
 
+    def publish(self, key: str, tensor: Tensor) -> bool:
+        with self.world.changed:
+            buffers = self.world.buffers
+            is_ours = any(rank == self.rank and each is tensor for (rank, _), each in buffers.items())
+            if is_ours:
+                buffers[self.rank, key] = tensor
+            return is_ours and self.maps_peers
+
     def peer_view(self, peer: int, key: str) -> Tensor | None:
         if not self.maps_peers:
             return None
