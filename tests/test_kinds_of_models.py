@@ -171,7 +171,7 @@ def test_a_frozen_trunk_is_left_alone_and_trained_while_it_is_not(launch: Launch
 
 def test_frozen_layers_cost_no_traffic(launch: Launch) -> None:
     def work() -> list[int]:
-        with unisono.join() as run:
+        with unisono.join(backend="gloo") as run:
             model = nn.Sequential(nn.Linear(6, 1000), nn.Linear(1000, 3))
             replica = run.replicate(model, torch.optim.SGD(model.parameters(), lr=0.1))
             transport = run._transport

@@ -94,7 +94,9 @@ def test_a_worker_that_does_not_come_is_named(make_store):
 
 
 def test_an_unknown_backend_is_refused_and_the_nearest_is_named():
-    with pytest.raises(UsageError, match="backend='glo' is unknown; did you mean 'gloo'\\? Available: gloo"):
+    with pytest.raises(
+        UsageError, match=r"'glo' is unknown; did you mean 'gloo'\? Available: shared_memory, gloo"
+    ):
         check_backend("glo")
     check_backend("gloo")
 

@@ -236,6 +236,36 @@ def test_a_buffer_is_the_same_until_its_size_changes_and_views_show_it(run):
     run(2, view)
 
 
+def test_a_buffer_may_be_published_under_other_names(run):
+    def view(transport):
+        peer = 1 - transport.rank
+        signal = torch.empty(0)
+
+        def seen(key):
+            transport.start([(peer, signal)], [(peer, signal)]).wait()
+            found = transport.peer_view(peer, key)
+            values = None if found is None else found.tolist()
+            transport.start([(peer, signal)], [(peer, signal)]).wait()
+            return values
+
+        sums = transport.allocate("sums", 3, torch.float32).fill_(1)
+        root = transport.allocate("root", 3, torch.float32).fill_(2)
+        maps = transport.maps_peers
+        assert transport.publish("root", sums) == maps
+        assert seen("root") == ([1.0] * 3 if maps else None)
+        again = transport.allocate("root", 3, torch.float32)
+        assert not maps or again.data_ptr() == root.data_ptr()
+        assert seen("root") == ([2.0] * 3 if maps else None)
+        assert seen("sums") == ([1.0] * 3 if maps else None)
+        assert not transport.publish("other", torch.ones(3))
+        assert seen("other") is None
+        transport.allocate("sums", 5, torch.float64).fill_(7)
+        assert seen("sums") == ([7.0] * 5 if maps else None)
+        return True
+
+    assert run(2, view) == [True, True]
+
+
 def test_alone_sums_are_what_they_were_and_abort_is_heard():
     def use(transport):
         tensor = torch.arange(3)

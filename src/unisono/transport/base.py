@@ -85,12 +85,15 @@ class Transport(ABC):
     def allocate(self, key: str, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat buffer, zero when new, which peers may be able to view under `key`.
 
-        The same key, size and dtype give the same buffer again; another size or dtype replaces it.
+        Where peers are mapped the same key, size and dtype give the same buffer again; another size or dtype replaces it.
         """
         return torch.zeros(num_elements, dtype=dtype, device=self.device)
 
     def publish(self, key: str, tensor: Tensor) -> bool:
-        """Let peers view `tensor` under `key` too, if it is a buffer that was allocated here; say whether it is."""
+        """Let peers view `tensor` under `key` too, if it is a buffer that was allocated here; say whether it is.
+
+        Until another one is published or allocated under `key`.
+        """
         return False
 
     def peer_view(self, peer: int, key: str) -> Tensor | None:

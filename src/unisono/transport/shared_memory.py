@@ -154,6 +154,7 @@ class SharedMemoryTransport(Transport):
         buffer = self._buffers.get(key)
         if buffer is not None:
             if buffer.tensor.numel() == num_elements and buffer.tensor.dtype == dtype:
+                self._name(key, buffer)
                 return buffer.tensor
             self._drop(buffer)
         num_bytes = num_elements * dtype.itemsize
@@ -170,8 +171,7 @@ class SharedMemoryTransport(Transport):
         buffer = self._by_address.get(tensor.data_ptr())
         if buffer is None or buffer.tensor.numel() != tensor.numel():
             return False
-        if self._named.get(key) != buffer.number:
-            self._name(key, buffer)
+        self._name(key, buffer)
         return True
 
     def peer_view(self, peer: int, key: str) -> Tensor | None:
@@ -196,6 +196,9 @@ class SharedMemoryTransport(Transport):
     # --- buffers
 
     def _name(self, key: str, buffer: _Buffer) -> None:
+        """Tell the peers, if they don't know, that `key` is the name of `buffer`."""
+        if self._named.get(key) == buffer.number:
+            return
         self._named[key] = buffer.number
         dtype = str(buffer.tensor.dtype).removeprefix("torch.")
         header = _HEADER.pack(_NAME, 0, buffer.number, buffer.tensor.nbytes)

@@ -105,6 +105,7 @@ class ThreadWorld:
         self.mailboxes: defaultdict[tuple[int, int], deque[_Message]] = defaultdict(deque)
         self.sums: defaultdict[int, _Sum] = defaultdict(_Sum)
         self.buffers: dict[tuple[int, str], Tensor] = {}
+        self.named: dict[tuple[int, str], Tensor] = {}
 
     def transport(self, rank: int) -> ThreadTransport:
         """Return one rank's end. A rank that was lost is back."""
@@ -209,6 +210,7 @@ class ThreadTransport(Transport):
             if buffer is None or buffer.numel() != num_elements or buffer.dtype != dtype:
                 buffer = super().allocate(key, num_elements, dtype)
                 self.world.buffers[self.rank, key] = buffer
+            self.world.named[self.rank, key] = buffer
             return buffer
 
     def publish(self, key: str, tensor: Tensor) -> bool:
@@ -216,14 +218,14 @@ class ThreadTransport(Transport):
             buffers = self.world.buffers
             is_ours = any(rank == self.rank and each is tensor for (rank, _), each in buffers.items())
             if is_ours:
-                buffers[self.rank, key] = tensor
+                self.world.named[self.rank, key] = tensor
             return is_ours and self.maps_peers
 
     def peer_view(self, peer: int, key: str) -> Tensor | None:
         if not self.maps_peers:
             return None
         with self.world.changed:
-            return self.world.buffers.get((peer, key))
+            return self.world.named.get((peer, key))
 
     def abort(self, reason: Exception) -> None:
         with self.world.changed:
