@@ -85,7 +85,8 @@ class Transport(ABC):
     def allocate(self, key: str, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat buffer, zero when new, which peers may be able to view under `key`.
 
-        Where peers are mapped the same key, size and dtype give the same buffer again; another size or dtype replaces it.
+        Where peers are mapped the same key, size and dtype give the same buffer again; another size or dtype
+        replaces it.
         """
         return torch.zeros(num_elements, dtype=dtype, device=self.device)
 
