@@ -15,6 +15,7 @@ DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
+SURVIVING = ("threads", "mapped", "shared")
 SIZES = (0, 1, 1009, 70_001)
 
 
@@ -195,6 +196,22 @@ def test_a_peer_that_is_gone_is_an_error_for_who_waits_for_it(run):
         return True
 
     assert run(2, wait) == [True, None]
+
+
+@pytest.mark.parametrize("name", SURVIVING)
+def test_those_who_are_left_go_on_without_a_lost_peer(name):
+    def go_on(transport):
+        assert transport.survives_lost_peer
+        if transport.rank == 1:
+            return None
+        peer = 2 - transport.rank
+        with pytest.raises(WorkerLostError, match=f"rank {transport.rank}: lost rank 1"):
+            transport.start([], [(1, torch.empty(3))]).wait()
+        received = torch.empty(3)
+        transport.start([(peer, torch.full((3,), float(transport.rank)))], [(peer, received)]).wait()
+        return received.tolist()
+
+    assert TRANSPORTS[name](3, go_on) == [[2.0] * 3, None, [0.0] * 3]
 
 
 def test_closing_does_not_wait_for_pending_work_and_may_be_repeated(run):
