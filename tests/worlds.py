@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import distributed
 
-from unisono.transport.base import Transport
+from unisono.transport.base import CPU, Transport
+from unisono.transport.choose import connect_as
 from unisono.transport.local import LocalTransport
 from unisono.transport.process_group import ProcessGroupTransport
 from unisono.transport.shared_memory import SharedMemoryTransport
@@ -26,7 +27,7 @@ def on_threads(world_size: int, function: Callable[[Transport], Any], **options:
 
 def on_mapped_threads(world_size: int, function: Callable[[Transport], Any]) -> list[Any]:
     """The same, where ranks can view each other's buffers."""
-    return on_threads(world_size, function, maps_peer_memory=True)
+    return on_threads(world_size, function, hosts=(tuple(range(world_size)),))
 
 
 def on_process_groups(
@@ -40,6 +41,16 @@ def on_process_groups(
 def on_shared_memory(world_size: int, function: Callable[[Transport], Any]) -> list[Any]:
     """The same over memory that all ranks see."""
     return _on_real_ones(world_size, function, partial(SharedMemoryTransport, timeout_s=20))
+
+
+def on_two_hosts(world_size: int, function: Callable[[Transport], Any]) -> list[Any]:
+    """The same where the lower half of the ranks, and one more of an odd number, is on another host."""
+
+    def make(store: Any, rank: int, size: int) -> Transport:
+        word = "near" if 2 * rank < size else "far"
+        return connect_as(word, store, rank, size, device=CPU, timeout_s=20, hostname="127.0.0.1")[0]
+
+    return _on_real_ones(world_size, function, make)
 
 
 def _on_real_ones(
@@ -111,5 +122,6 @@ TRANSPORTS = {
     "mapped": on_mapped_threads,
     "gloo": on_process_groups,
     "shared": on_shared_memory,
+    "hosts": on_two_hosts,
     "plugin": on_plugin,
 }

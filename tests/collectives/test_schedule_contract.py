@@ -11,12 +11,14 @@ from unisono.collectives.broadcast import broadcast
 from unisono.collectives.choose import choose
 from unisono.collectives.direct import direct
 from unisono.collectives.execute import Scratch, buffer_key, execute
+from unisono.collectives.hierarchical import hierarchical
 from unisono.collectives.pairs import can_pair, pairs
+from unisono.collectives.schedule import Send
 from unisono.collectives.verify import verify
 from unisono.errors import UsageError
 from unisono.grid import Assignment, Block, assign, even_shares, tree_sum
 from unisono.transport.local import LocalTransport
-from unisono.transport.threads import ThreadTransport, ThreadWorld
+from unisono.transport.threads import ThreadWorld
 from worlds import TRANSPORTS, on_process_groups
 
 SCALE = 1 / 3
@@ -80,7 +82,7 @@ ASSIGNMENTS = {
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "auto"])
-@pytest.mark.parametrize("transport", ["threads", "mapped"])
+@pytest.mark.parametrize("transport", ["threads", "mapped", "shared"])
 @pytest.mark.parametrize("assignment", ASSIGNMENTS.values(), ids=ASSIGNMENTS)
 def test_the_executed_sum_has_the_bits_of_the_tree_on_all_ranks(assignment, transport, algorithm):
     schedule = choose(assignment, algorithm)
@@ -218,23 +220,73 @@ def test_steps_in_their_stride_take_no_new_memory():
 def test_a_peer_that_maps_nothing_on_another_host_is_sent_the_bytes():
     """Ranks 0 and 1 see each other's memory, rank 2 is elsewhere."""
 
-    class TwoHosts(ThreadTransport):
-        def maps(self, peer):
-            return (self.rank < 2) == (peer < 2)
-
-        def peer_view(self, peer, key):
-            return super().peer_view(peer, key) if self.maps(peer) else None
-
-    class World(ThreadWorld):
-        def transport(self, rank):
-            return TwoHosts(self, rank)
-
     assignment = even(8, 3)
     reduce = run_sum(direct(assignment), assignment, 1009, torch.float32)
-    assert World(3, maps_peer_memory=True).run(reduce) == [bits(expected_sum(8, 1009, torch.float32))] * 3
+    world = ThreadWorld(3, hosts=((0, 1), (2,)))
+    assert world.run(reduce) == [bits(expected_sum(8, 1009, torch.float32))] * 3
     four = even(8, 4)
     reduce = run_sum(pairs(four), four, 1009, torch.float32)
-    assert World(4, maps_peer_memory=True).run(reduce) == [bits(expected_sum(8, 1009, torch.float32))] * 4
+    world = ThreadWorld(4, hosts=((0, 1), (2, 3)))
+    assert world.run(reduce) == [bits(expected_sum(8, 1009, torch.float32))] * 4
+
+
+HOSTS = {
+    "two of two": ((0, 1), (2, 3)),
+    "three and one": ((0, 1, 2), (3,)),
+    "interleaved": ((0, 2), (1, 3)),
+    "one each": ((0,), (1,), (2,), (3,)),
+    "one host": ((0, 1, 2, 3),),
+    "two, one, one": ((0, 1), (2,), (3,)),
+}
+SHARES = {
+    "even": even(8, 4),
+    "odd": even(11, 4),
+    "uneven": assign(16, [9, 1, 5, 1]),
+    "idle": assign(5, [2, 0, 3, 0], allow_idle=True),
+    "idle host": assign(4, [0, 0, 3, 1], allow_idle=True),
+    "one has all": assign(4, [0, 4, 0, 0], allow_idle=True),
+    "one micro-batch": even(1, 4),
+}
+
+
+@pytest.mark.parametrize("assignment", SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+def test_hierarchical_exchange_has_the_bits_of_the_tree_on_any_hosts(hosts, assignment):
+    schedule = hierarchical(assignment, hosts)
+    verify(schedule)
+    for dtype, size in ((torch.float32, 0), (torch.float32, 1), (torch.float64, 67), (torch.bfloat16, 1009)):
+        expected = [bits(expected_sum(assignment.num_micro_batches, size, dtype))] * 4
+        for world in (ThreadWorld(4), ThreadWorld(4, hosts=hosts)):
+
+            def twice(transport, dtype=dtype, size=size):
+                reduce = run_sum(schedule, assignment, size, dtype)
+                assert reduce(transport) == reduce(transport)
+                return reduce(transport)
+
+            assert world.run(twice) == expected, (dtype, size)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shares=st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any), data=st.data())
+def test_hierarchical_exchange_is_proved_for_any_shares_and_hosts(shares, data):
+    places = data.draw(st.lists(st.integers(0, 3), min_size=len(shares), max_size=len(shares)))
+    by_host = [tuple(rank for rank, at in enumerate(places) if at == host) for host in range(4)]
+    hosts = tuple(ranks for ranks in by_host if ranks)
+    verify(hierarchical(assign(sum(shares), shares, allow_idle=True), hosts))
+
+
+def test_each_rank_of_a_host_sends_its_part_of_the_hosts_sum_to_other_hosts():
+    """Of two hosts of four ranks each: one chunk of eight out for the sum, one for the result."""
+    schedule = hierarchical(even(8, 8), ((0, 1, 2, 3), (4, 5, 6, 7)))
+    for rank in range(8):
+        sent = [
+            each
+            for index in range(schedule.num_rounds)
+            for each in schedule.round(rank, index).transfers
+            if isinstance(each, Send) and (each.peer < 4) != (rank < 4)
+        ]
+        assert len(sent) == 2
+        assert schedule.num_chunks == 8
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,12 @@ class MappedExecution(Execution):
             self.receives.append((transfer.peer, self._signal))
             return
         start, stop = self.bounds[transfer.chunk]
-        self._next_slot += 1
-        tensor = self.call.scratch.take(self._next_slot, stop - start, like=self.call.out)
+        if transfer.piece == self.result:
+            tensor = self._buffer(transfer.piece)[transfer.chunk]
+            self._visible.add((transfer.piece, transfer.chunk))
+        else:
+            self._next_slot += 1
+            tensor = self.call.scratch.take(self._next_slot, stop - start, like=self.call.out)
         self.receives.append((transfer.peer, tensor))
         self.held[transfer.piece, transfer.chunk] = tensor
 

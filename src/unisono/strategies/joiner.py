@@ -70,9 +70,7 @@ class Joiner:
     def begin(self, name: str, assignment: Assignment, *, step: int) -> None:
         """Start the call `name`, a step over `assignment`. *Collective.* Returns at once."""
         if assignment not in self._schedules:
-            self._schedules = {
-                assignment: choose(assignment, self._algorithm, maps_peers=self.transport.maps_peers)
-            }
+            self._schedules = {assignment: choose(assignment, self._algorithm, hosts=self.transport.hosts)}
         self.assignment = assignment
         self._schedule = self._schedules[assignment]
         self._step = step

@@ -44,9 +44,10 @@ class Synchronous:
     Args:
         reduction: ``"exact"`` adds along the tree: the same bits on any number of workers. ``"fast"`` uses
             the backend's own all-reduce: the same mean, bits not promised.
-        algorithm: how partial sums travel: ``"direct"``, ``"pairs"`` or ``"auto"``. Changes no bit.
+        algorithm: how partial sums travel: ``"direct"``, ``"pairs"``, ``"hierarchical"`` or ``"auto"``. Changes no
+            bit.
         overlap: reduce buckets while the last micro-batch still runs backward. ``"auto"`` does so unless
-            workers read each other's memory: then reducing is all computing, for cores that are busy anyway.
+            all workers read each other's memory: then reducing is all computing, for cores that are busy anyway.
         float32_sums: add up gradients of 16-bit parameters in float32 and round once, instead of at every addition.
             Twice the bytes for them.
         bucket_bytes: size of a bucket; `first_bucket_bytes` of the first one. They change no bit.
@@ -97,7 +98,7 @@ class SynchronousEngine:
 
     def __init__(self, strategy: Synchronous, context: ReplicaContext) -> None:
         self._context = context
-        wanted = not context.transport.maps_peers if strategy.overlap == "auto" else strategy.overlap
+        wanted = not context.transport.is_on_one_host if strategy.overlap == "auto" else strategy.overlap
         self._overlap = wanted and context.transport.world_size > 1
         self._joiner = Joiner(
             context.transport,

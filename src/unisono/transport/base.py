@@ -56,8 +56,18 @@ class Transport(ABC):
     """Where tensors must be."""
     survives_lost_peer: bool = False
     """Whether those who are left can go on with this very group after a peer was lost."""
-    maps_peers: bool = False
-    """Whether `maps` is true between any two ranks of the group. The same on all ranks."""
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each host if those of one host map each other; else nothing. The same on all ranks."""
+
+    @property
+    def maps_peers(self) -> bool:
+        """Whether `maps` is true for some of the group."""
+        return bool(self.hosts)
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether `maps` is true for any two ranks of the group."""
+        return len(self.hosts) == 1
 
     @abstractmethod
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Work:

@@ -13,6 +13,7 @@ from unisono.transport.base import Transport
 from unisono.transport.meeting import meet
 from unisono.transport.pair_sockets import host_identity
 from unisono.transport.process_group import ProcessGroupTransport
+from unisono.transport.several_hosts import SeveralHostsTransport
 from unisono.transport.shared_memory import SharedMemoryTransport
 
 _UNABLE = "unable: "
@@ -31,6 +32,7 @@ def connect_workers(
     """Return this rank's end of the group of all workers, and what the user should know about it.
 
     *Collective.* *Blocking.* CPU workers of one host share memory; all others use a process group of torch's.
+    Of several hosts, each with several workers, both are used.
 
     Args:
         backend: what the user asked for; None chooses.
@@ -42,29 +44,54 @@ def connect_workers(
         UsageError: memory can't be shared and was asked for.
         DeadlineError: not all ranks came in time; says who is missing.
     """
-    notice = None
+    options: dict[str, Any] = {"device": device, "timeout_s": timeout_s, "hostname": hostname}
     if device.type == "cpu" and backend in (None, SHARED_MEMORY):
-        words = meet(PrefixStore("hosts", store), rank, world_size, word=_host(), timeout_s=timeout_s)
-        reason = _why_not(words)
-        if reason is None:
-            pairs = PrefixStore("memory", store)
-            return SharedMemoryTransport(pairs, rank, world_size, timeout_s=timeout_s), None
-        if backend == SHARED_MEMORY:
-            raise UsageError(f"backend={backend!r}: {reason}: use gloo.")
-        if any(word.startswith(_UNABLE) for word in words):
-            notice = f"workers talk through gloo and not through shared memory: {reason}"
-    elif backend == SHARED_MEMORY:
+        return connect_as(_host(), store, rank, world_size, required=backend is not None, **options)
+    if backend == SHARED_MEMORY:
         raise UsageError(f"backend={backend!r} moves tensors of CPUs, not of {device}.")
-    transport = ProcessGroupTransport(
-        PrefixStore("group", store),
-        rank,
-        world_size,
-        backend=backend or ("nccl" if device.type == "cuda" else "gloo"),
-        device=device,
-        timeout_s=timeout_s,
-        hostname=hostname,
-    )
-    return transport, notice
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    group = PrefixStore("group", store)
+    return ProcessGroupTransport(group, rank, world_size, backend=backend, **options), None
+
+
+def connect_as(
+    host: str, store: Any, rank: int, world_size: int, *, required: bool = False, **options: Any
+) -> tuple[Transport, str | None]:
+    """Do what `connect_workers` does for CPUs, on the host of this name.
+
+    Args:
+        host: the same word for ranks that can share memory, or why this rank can't.
+        required: refuse a process group.
+        options: device, time-out and name of this host.
+    """
+    timeout_s = options["timeout_s"]
+    words = meet(PrefixStore("hosts", store), rank, world_size, word=host, timeout_s=timeout_s)
+    reason = _why_not(words)
+    if required and reason is not None:
+        raise UsageError(f"backend={SHARED_MEMORY!r}: {reason}: use gloo.")
+    is_able = not any(word.startswith(_UNABLE) for word in words)
+    ranks_of: dict[str, list[int]] = {}
+    for each, word in enumerate(words):
+        ranks_of.setdefault(word, []).append(each)
+    hosts = tuple(map(tuple, ranks_of.values()))
+    between: Transport | None = None
+    if reason is not None:
+        between = ProcessGroupTransport(PrefixStore("group", store), rank, world_size, **options)
+        if not is_able:
+            return between, f"workers talk through gloo and not through shared memory: {reason}"
+        if len(hosts) == world_size:
+            return between, None
+    ranks = ranks_of[host]
+    memory = PrefixStore(f"memory{ranks[0]}", store)
+    within = SharedMemoryTransport(memory, rank, world_size, ranks=ranks, timeout_s=timeout_s)
+    if between is None:
+        return within, None
+    leaders = None
+    if rank == ranks[0]:
+        firsts = [ranks[0] for ranks in hosts]
+        group = PrefixStore("leaders", store)
+        leaders = ProcessGroupTransport(group, firsts.index(rank), len(firsts), **options)
+    return SeveralHostsTransport(hosts, within=within, between=between, leaders=leaders), None
 
 
 def _host() -> str:

@@ -99,7 +99,8 @@ class SharedMemoryTransport(Transport):
     Args:
         store: a ``torch.distributed.Store`` that all ranks share, with fresh keys.
         rank: this worker.
-        world_size: how many there are, all on this host.
+        world_size: how many there are.
+        ranks: those that are on this host, if not all; it connects only them.
         timeout_s: how long to wait for all ranks to come.
 
     Raises:
@@ -108,13 +109,22 @@ class SharedMemoryTransport(Transport):
     """
 
     survives_lost_peer = True
-    maps_peers = True
 
-    def __init__(self, store: Any, rank: int, world_size: int, *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.ranks = tuple(range(world_size) if ranks is None else ranks)
+        self.hosts = (self.ranks,)
         self._reason: Exception | None = None
-        sockets = connect_pairs(store, rank, range(world_size), timeout_s=timeout_s)
+        sockets = connect_pairs(store, rank, self.ranks, timeout_s=timeout_s)
         self._links = {peer: _Link(peer, sockets[peer]) for peer in sorted(sockets)}
         self._by_descriptor = {link.socket.fileno(): link for link in self._links.values()}
         self._num_unsent = 0
@@ -385,12 +395,13 @@ class SharedMemoryTransport(Transport):
             tensor.add_(*parts.values())
         elif parts:
             parts[self.rank] = tensor.clone()
-            tensor.copy_(parts[0])
-            for rank in range(1, self.world_size):
+            first, *others = self.ranks
+            tensor.copy_(parts[first])
+            for rank in others:
                 tensor.add_(parts[rank])
 
     def _sum_large(self, tensor: Tensor) -> None:
-        """Rank r sums part r in its own memory, where the others read it.
+        """Each rank sums its part in its own memory, where the others read it.
 
         There are two buffers, in turn: who is in the next sum has read all of this one.
         """
@@ -416,8 +427,9 @@ class SharedMemoryTransport(Transport):
             flat[part].copy_(view[part])
 
     def _part(self, flat: Tensor, rank: int) -> slice:
-        size = -(-flat.numel() // (self.world_size * _ALIGNMENT)) * _ALIGNMENT
-        return slice(rank * size, (rank + 1) * size)
+        size = -(-flat.numel() // (len(self.ranks) * _ALIGNMENT)) * _ALIGNMENT
+        place = self.ranks.index(rank)
+        return slice(place * size, (place + 1) * size)
 
     def _meet(self) -> None:
         signal = self._payload[:0]

@@ -83,7 +83,7 @@ class ThreadWorld:
 
     Args:
         world_size: how many ranks.
-        maps_peer_memory: let ranks view each other's buffers.
+        hosts: the ranks of each host; those of one host can view each other's buffers. Without it none can.
         faults: what goes wrong, and when.
         timeout_s: the deadline of every wait.
     """
@@ -92,12 +92,12 @@ class ThreadWorld:
         self,
         world_size: int,
         *,
-        maps_peer_memory: bool = False,
+        hosts: tuple[tuple[int, ...], ...] = (),
         faults: Sequence[Fault] = (),
         timeout_s: float = 30.0,
     ) -> None:
         self.world_size = world_size
-        self.maps_peer_memory = maps_peer_memory
+        self.hosts = hosts
         self.faults = {(fault.rank, fault.operation): fault for fault in faults}
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
@@ -165,7 +165,7 @@ class ThreadTransport(Transport):
         self.world = world
         self.rank = rank
         self.world_size = world.world_size
-        self.maps_peers = world.maps_peer_memory
+        self.hosts = world.hosts
         self._reason: Exception | None = None
         self._num_operations = 0
         self._num_sums = 0
@@ -202,7 +202,7 @@ class ThreadTransport(Transport):
         return _SumWork(self, entry, tensor)
 
     def maps(self, peer: int) -> bool:
-        return self.maps_peers
+        return any(self.rank in ranks and peer in ranks for ranks in self.hosts)
 
     def allocate(self, key: str, num_elements: int, dtype: torch.dtype) -> Tensor:
         with self.world.changed:
@@ -222,7 +222,7 @@ class ThreadTransport(Transport):
             return is_ours and self.maps_peers
 
     def peer_view(self, peer: int, key: str) -> Tensor | None:
-        if not self.maps_peers:
+        if not self.maps(peer):
             return None
         with self.world.changed:
             return self.world.named.get((peer, key))
