@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from unisono.gradients.changes import Changes, first_of, sum_of_bits
 from unisono.gradients.clipping import clip_by_norm, clip_by_value
 from unisono.gradients.master_weights import MasterWeights
 from unisono.gradients.parameters import Named, TrainedParameters, outside_parameters
+from unisono.gradients.sharded_update import ShardedUpdate, check_sharded
 from unisono.gradients.snapshot import Snapshot
 from unisono.loss_scale import LossScale, are_finite
 from unisono.strategies.base import (
@@ -35,6 +36,7 @@ from unisono.strategies.base import (
 )
 from unisono.transport.base import Transport
 
+Update = Literal["replicated", "sharded"]
 ClipNorm = float | Sequence[float | None] | None
 
 
@@ -47,6 +49,7 @@ class Settings:
     clip_value: float | None = None
     scaler: torch.amp.GradScaler | None = None
     master_weights: bool = False
+    update: Update = "replicated"
     buffers: Declared = field(default_factory=dict)
 
 
@@ -113,6 +116,14 @@ class Replica:
         self._scale = LossScale(settings.scaler, surroundings.device)
         self._masters = MasterWeights(lambda: self.optimizers if settings.master_weights else ())
         self._check_no_masters_of(surroundings.replicas)
+        self._sharded: ShardedUpdate | None = None
+        if settings.update == "sharded":
+            check_sharded(self.optimizers)
+            self._sharded = ShardedUpdate(
+                lambda: self.optimizers, surroundings.transport, name=str(self.number)
+            )
+        elif settings.update != "replicated":
+            raise UsageError(f"update={settings.update!r}: expected 'replicated' or 'sharded'.")
         self._parameters = TrainedParameters(
             model,
             lambda: self.optimizers,
@@ -258,12 +269,21 @@ class Replica:
             self._finish(window, self._reason_to_skip(window))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizers, parameters that only they know, counts and what the strategy keeps."""
+        """Return model, optimizers, parameters that only they know, counts and what the strategy keeps.
+
+        *Collective* if the update is sharded: the optimizers' states are put together.
+        """
+        optimizers = self.optimizers
+        states = (
+            [each.state_dict() for each in optimizers]
+            if self._sharded is None
+            else self._sharded.state_dicts()
+        )
         outside = outside_parameters(self.model, self.optimizers)
         return {
             "model": self.model.state_dict(),
             "outside": {name: parameter.detach() for name, parameter in outside},
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": states,
             "scaler": self._scale.state_dict(),
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
@@ -291,6 +311,8 @@ class Replica:
         self.model.load_state_dict(state["model"])
         for optimizer, part in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(part)
+        if self._sharded is not None:
+            self._sharded.forget()
         self._scale.load_state_dict(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
         self._num_batches = state["num_batches"]
@@ -472,11 +494,14 @@ class Replica:
         return None if window.norm_is_finite else "the norm of the gradient is not finite"
 
     def _apply(self) -> None:
-        self._surroundings.operations.enter("update", self.num_steps, waits=False)
+        self._surroundings.operations.enter("update", self.num_steps, waits=self._sharded is not None)
         self._masters.pull()  # the script may have written parameters since backward
         self._masters.take_gradients()  # or given them other gradients
-        for optimizer in self.optimizers:
-            optimizer.step()
+        if self._sharded is not None:
+            self._sharded.step()
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step()
         self._masters.push()
         self._changes.remember(self._watched())
         self._surroundings.operations.leave()

@@ -41,7 +41,7 @@ from unisono.gradients.buffer_policies import Declared, check_declared, describe
 from unisono.grid import Assignment, assign, even_shares, scale_shares
 from unisono.initial_state import share_initial_state
 from unisono.randomness import derive, seed_all
-from unisono.replica import ClipNorm, Replica, Settings, Surroundings, as_optimizers
+from unisono.replica import ClipNorm, Replica, Settings, Surroundings, Update, as_optimizers
 from unisono.strategies import Synchronous
 from unisono.strategies.base import GlobalBatch, LossFunction, Strategy
 from unisono.transport.backends import check_backend
@@ -193,6 +193,7 @@ class Run:
         clip_value: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         master_weights: bool = False,
+        update: Update = "replicated",
         buffers: Declared | None = None,
     ) -> Replica:
         """Train `model` with all workers; they all start from rank 0's weights.
@@ -210,6 +211,10 @@ class Run:
                 when `Replica.backward` returns; a step of which the gradient isn't finite is skipped.
             master_weights: let the optimizers update float32 copies of parameters of 16 bits, from gradients that are
                 added up in float32. Their groups then hold the copies.
+            update: ``"replicated"`` updates all parameters on every worker. ``"sharded"`` lets each worker update its
+                part of them, with the same bits, and keep only that part of the optimizers' state; ``state_dict``
+                of the replica is whole, that of the optimizers is not. Optimizers of torch that treat each element
+                alone share out within parameters, others whole parameters; LBFGS can't be sharded.
             buffers: policies for buffers that micro-batches change differently, by name or by pattern such as
                 ``"*.codebook"``; an exact name goes before patterns. Every micro-batch starts from the value at
                 the start of the step. ``"mean"``: the weighted mean over the micro-batches that changed it, as
@@ -246,6 +251,7 @@ class Run:
             clip_value=clip_value,
             scaler=scaler,
             master_weights=master_weights,
+            update=update,
             buffers=buffers,
         )
         replica = Replica(model, optimizer, settings, self._surroundings)

@@ -1,0 +1,67 @@
+"""A sharded update gives the bits of a replicated one, and each worker keeps its part of the state only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import scenarios_sharded
+import unisono
+from steps import alone
+from unisono.cluster.launch import ForkServer
+from unisono.errors import UsageError
+
+Launch = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def replicated(fork_server: ForkServer) -> dict[str, Any]:
+    (outcome,) = fork_server.launch(scenarios_sharded.run_all, 1, "even", "replicated")
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("world_size", "assignment"), [(1, "even"), (2, "even"), (2, [3, 1]), (3, "even")], ids=str
+)
+def test_sharded_updates_have_the_bits_of_replicated_ones(
+    fork_server: ForkServer, replicated: dict[str, Any], world_size: int, assignment: str | list[int]
+) -> None:
+    found = fork_server.launch(scenarios_sharded.run_all, world_size, assignment)
+    for outcomes in found:
+        for name, expected in replicated.items():
+            assert outcomes[name] == expected, name
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shared_memory"])
+def test_each_worker_keeps_its_part_of_the_state(launch: Launch, backend: str) -> None:
+    def work() -> list[Any]:
+        with unisono.join(backend=backend) as run:
+            model = nn.Linear(300, 301)
+            optimizer = torch.optim.AdamW(model.parameters())
+            replica = run.replicate(model, optimizer, update="sharded")
+            batch = run.batch(lambda number: torch.randn(2, 300), micro_batches=3)
+            for _ in range(2):
+                replica.step(batch, lambda model, rows: model(rows).square().mean())
+            held = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+            shapes = [list(parameter.shape) for parameter in model.parameters()]
+            return [held, shapes, run.fingerprint(model)]
+
+    found = launch(work, 3)
+    assert sum(held for held, _, _ in found) == 300 * 301 + 301
+    assert all(abs(held - (300 * 301 + 301) / 3) <= 4096 for held, _, _ in found)
+    assert {str(rest) for _, *rest in found} == {str([[[301, 300], [301]], found[0][2]])}
+
+
+def test_what_can_not_be_sharded_is_refused() -> None:
+    with alone() as run:
+        model = nn.Linear(2, 2)
+        with pytest.raises(UsageError, match="LBFGS computes with all parameters at once"):
+            run.replicate(model, torch.optim.LBFGS(model.parameters()), update="sharded")
+        with pytest.raises(UsageError, match="shares out the state of optimizers"):
+            run.replicate(model, update="sharded")
+        with pytest.raises(UsageError, match=r"update='zero': expected 'replicated' or 'sharded'"):
+            run.replicate(model, torch.optim.SGD(model.parameters()), update="zero")  # type: ignore[arg-type]
