@@ -86,6 +86,23 @@ def test_an_error_of_the_first_ends_those_who_wait(launch: Launch) -> None:
         launch(work, 3)
 
 
+def test_an_error_that_the_first_catches_is_one_for_those_who_wait(launch: Launch) -> None:
+    def work() -> str:
+        with unisono.join() as run:
+            try:
+                with run.first():
+                    if run.is_main:
+                        raise ValueError("no data")
+            except ValueError:
+                return "caught"
+            except unisono.MismatchError as error:
+                return str(error)
+        return "nothing"
+
+    words = "rank 0 left `with run.first()` with ValueError('no data'), so what it was to do for rank {} is not done."
+    assert launch(work, 3) == ["caught", words.format(1), words.format(2)]
+
+
 def test_nobody_else_is_there_while_the_first_prepares(launch: Launch) -> None:
     def work() -> None:
         with unisono.join() as run, run.first():

@@ -18,6 +18,7 @@ PUBLIC = {
     "PackedList",
     "Replica",
     "Run",
+    "StepFailedError",
     "Synchronous",
     "TransportError",
     "UnisonoError",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import unisono
 from steps import Line, alone, global_batch, line_loss
-from unisono.errors import JobError, MismatchError, UsageError
+from unisono.errors import JobError, MismatchError, StepFailedError, UsageError
 from unisono.events import Event, Notice, StepFinished
 from unisono.run import check_assignment
 
@@ -169,7 +169,9 @@ def test_a_failed_backward_counts_as_nothing_once_it_is_given_up(run: unisono.Ru
     with pytest.raises(MemoryError):
         replica.backward(some_batch(), fail)
     for go_on in (replica.update, lambda: replica.step(some_batch(), line_loss)):
-        with pytest.raises(UsageError, match=r"step 0 failed on this worker with MemoryError.*replica.skip"):
+        with pytest.raises(
+            StepFailedError, match=r"step 0 failed on this worker with MemoryError.*replica.skip"
+        ):
             go_on()
     replica.skip()
     replica.update()

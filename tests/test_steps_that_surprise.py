@@ -53,7 +53,10 @@ def outcomes(launch: Launch, case: Case) -> list[Any]:
             try:
                 return case(run)
             except unisono.UnisonoError as error:
-                return f"{type(error).__name__}: {error}"
+                result = f"{type(error).__name__}: {error}"
+            if run._replicas[-1]._failure is not None:  # it happened in the middle of a step
+                run._replicas[-1].skip()
+            return result
 
     return [outcome for world_size in WORLD_SIZES for outcome in launch(work, world_size)]
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from unisono.collectives.announce import Announcer
 from unisono.collectives.gather import gather_bytes
-from unisono.errors import UsageError
+from unisono.errors import MismatchError, UsageError
 from unisono.transport.base import Transport
 
 _LOOK_EVERY_S = 0.05
@@ -21,6 +21,7 @@ class Keys(Protocol):
     """The part of the run's store that `first` needs."""
 
     def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
 
 
@@ -106,14 +107,24 @@ class Agreement:
             with alive():
                 while not store.check([key]):
                     time.sleep(_LOOK_EVERY_S)
+            failure = store.get(key).decode()
+            if failure:
+                raise MismatchError(
+                    f"rank 0 left `with run.first()` with {failure}, so what it was to do for rank "
+                    f"{self._transport.rank} is not done."
+                )
             yield
             return
         self._announcer.forbidden = "the others wait until `with run.first()` ends on rank 0"
+        failure = ""
         try:
             yield
+        except BaseException as error:
+            failure = repr(error)
+            raise
         finally:
             self._announcer.forbidden = None
-        store.set(key, "done")
+            store.set(key, failure)
 
     def _gather(self, value: Any, name: str) -> list[Any]:
         """Return every worker's value, in order of rank."""

@@ -6,6 +6,7 @@
     ├── TransportError       bytes could not be moved
     │   ├── WorkerLostError  a peer is gone: its connection closed
     │   └── DeadlineError    a wait took longer than its deadline; says on whom it waited
+    ├── StepFailedError      a step failed on this worker, and the script has not given it up
     ├── LoaderError          a loader process of this worker died or was late with its data
     └── JobError             a job started by the launcher failed; carries the first failing worker
 
@@ -37,7 +38,11 @@ class DeadlineError(TransportError, TimeoutError):
     """A wait took longer than its deadline."""
 
 
-class LoaderError(UnisonoError, RuntimeError):
+class StepFailedError(UnisonoError):
+    """A step failed on this worker, others wait for it, and the script went on without `Replica.skip`."""
+
+
+class LoaderError(UnisonoError):
     """A loader process of this worker died, or was late with its data."""
 
 

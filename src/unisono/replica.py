@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from unisono.collectives.announce import Announcer
-from unisono.errors import MismatchError, UsageError
+from unisono.errors import MismatchError, StepFailedError, UsageError
 from unisono.events import Event, Notice, StepFinished
 from unisono.gradients.accumulation import Window
 from unisono.gradients.buckets import HALVES
@@ -227,7 +227,7 @@ class Replica:
         Raises:
             UsageError: there is no gradient to apply: `backward` was not called since the last update.
         """
-        self._check_not_failed()
+        self.check_not_failed()
         if self._closure_optimizer() is not None:
             raise UsageError(
                 f"{type(self._closure_optimizer()).__name__} computes the gradient several times in a step: call "
@@ -324,6 +324,14 @@ class Replica:
         """Take the parameters' values for agreed on: they were just made equal on all workers."""
         self._changes.remember(self._watched())
 
+    def check_not_failed(self) -> None:
+        """Raise a `StepFailedError` if the last step failed here and the script has not given it up."""
+        if self._failure is not None:
+            raise StepFailedError(
+                f"step {self.num_steps} failed on this worker with {self._failure!r}, and the others wait for "
+                f"it: call replica.skip() where that error is caught, so that all skip the step."
+            ) from self._failure
+
     def close(self) -> None:
         """Take everything off the model that was put on it."""
         self._engine.close()
@@ -333,7 +341,7 @@ class Replica:
     def _backward(
         self, batch: GlobalBatch, loss_fn: LossFunction, embed: Embed | None, *, in_step: bool
     ) -> StepResult:
-        self._check_not_failed()
+        self.check_not_failed()
         self._in_step = in_step
         window = self._window
         if window is None or window.was_dropped(self._trained()):
@@ -527,7 +535,7 @@ class Replica:
 
         If one of these evaluations is to be skipped the whole step is, and what it did so far is taken back.
         """
-        self._check_not_failed()
+        self.check_not_failed()
         self._in_step = True
         (optimizer,) = self.optimizers
         self._masters.attach()
@@ -568,13 +576,6 @@ class Replica:
         window = windows[0] if skipped is None else windows[-1]
         self._finish(window, skipped)
         return window.loss
-
-    def _check_not_failed(self) -> None:
-        if self._failure is not None:
-            raise UsageError(
-                f"step {self.num_steps} failed on this worker with {self._failure!r}, and the others wait for "
-                f"it: call replica.skip() where that error is caught, so that all skip the step."
-            ) from self._failure
 
 
 class _SkippedError(Exception):

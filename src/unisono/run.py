@@ -33,7 +33,7 @@ from unisono.data.order import Selection
 from unisono.data.plan import AssignmentPlan
 from unisono.data.stream_loader import StreamLoader
 from unisono.device import choose_device, reproducible
-from unisono.errors import TransportError, UsageError
+from unisono.errors import StepFailedError, TransportError, UsageError
 from unisono.evaluation import evaluate
 from unisono.events import Event, Notice, Observer
 from unisono.fingerprints import fingerprint
@@ -404,6 +404,9 @@ class Run:
 
         *Collective: every rank calls this, in the same order.* The body runs on every worker, on rank 0 first
         and alone, so that the others find what it prepared. They wait as long as rank 0 lives, without a deadline.
+
+        Raises:
+            MismatchError: on the others, if the body raised on rank 0, also if that catches its error.
         """
         return self._agreement.first(self._connection.store, lambda: self._doing("first", waits=False))
 
@@ -479,14 +482,26 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        ended_well = isinstance(error, SystemExit) and not error.code
-        if error is not None and not ended_well:
-            self._connection.fail(error, self._step)
-            # Frees a reduction that still runs in the background, and the peers that it waits for.
-            self._transport.abort(TransportError(f"rank {self.rank} left the run with {error!r}"))
-            for loader in self._loaders:  # nobody waits for what they are in the middle of
-                loader.close(kill=True)
-        self.close()
+        try:
+            if error is None:
+                for replica in self._replicas:
+                    replica.check_not_failed()
+        except StepFailedError as failed:
+            self._fail(failed)
+            raise
+        finally:
+            ended_well = isinstance(error, SystemExit) and not error.code
+            if error is not None and not ended_well:
+                self._fail(error)
+            self.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others that this worker ends with `error`, and end what they or it wait for."""
+        self._connection.fail(error, self._step)
+        # Frees a reduction that still runs in the background, and the peers that it waits for.
+        self._transport.abort(TransportError(f"rank {self.rank} left the run with {error!r}"))
+        for loader in self._loaders:  # nobody waits for what they are in the middle of
+            loader.close(kill=True)
 
     @property
     def _step(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import unisono
 from steps import Line, alone, global_batch, line_loss
-from unisono.errors import JobError, UsageError
+from unisono.errors import JobError, StepFailedError, UsageError
 from unisono.events import Event, Notice, StepFinished
 
 Launch = Callable[..., list[Any]]
@@ -112,10 +112,43 @@ def test_an_error_that_is_caught_but_not_given_up_is_loud(launch: Launch) -> Non
                     replica.step(pair(run), loss_fn)
 
     with pytest.raises(
-        JobError, match=r"rank.*1|worker 1 failed at step 0: UsageError: step 0 failed on this"
+        JobError, match=r"rank.*1|worker 1 failed at step 0: StepFailedError: step 0 failed on this"
     ) as caught:
         launch(work, 2)
     assert "replica.skip()" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, OSError, KeyError])
+def test_no_usual_clause_catches_that_a_step_was_not_given_up(error: type[Exception]) -> None:
+    def fails(model: Any, targets: Tensor) -> Tensor:
+        raise error("of the user's own")
+
+    with alone() as run:
+        replica = line(run)
+        with pytest.raises(error):
+            replica.step(pair(run), fails)
+        with pytest.raises(StepFailedError, match=r"of the user's own.*replica.skip\(\)") as caught:
+            replica.step(pair(run), fails)
+        assert not isinstance(caught.value, error)
+        replica.skip()
+
+
+def test_a_run_does_not_end_well_with_a_step_that_was_not_given_up(launch: Launch) -> None:
+    def work() -> None:
+        def loss_fn(model: Any, targets: Tensor) -> Tensor:
+            if run.rank == run.world_size - 1:
+                raise ValueError("of the user's own")
+            return line_loss(model, targets)
+
+        with unisono.join() as run, suppress(ValueError):
+            line(run).step(pair(run), loss_fn)
+
+    for world_size in (1, 2):
+        words = (
+            f"worker {world_size - 1} failed at step 0: StepFailedError: step 0 failed on this worker with"
+        )
+        with pytest.raises(JobError, match=words):
+            launch(work, world_size)
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -186,6 +219,7 @@ def test_without_skip_a_loss_function_must_return_a_loss() -> None:
         replica = line(run)
         with pytest.raises(UsageError, match="returned 'NoneType'"):
             replica.step(global_batch([torch.ones(1)]), lambda m, targets: None)
+        replica.skip()
 
 
 def test_a_gradient_norm_that_is_not_finite_skips_the_update() -> None:

@@ -466,8 +466,8 @@ class SynchronousEngine:
         """
         if run.started:
             return
+        self._sync_batch_norms.rest(differentiates=differentiates)  # may fail, and be called again to give up
         run.started = True
-        self._sync_batch_norms.rest(differentiates=differentiates)
         if not self._reference.is_agreed:
             self._agree_on_reference(run.batch, given, is_known=is_known)
         self._wait_for_unwanted()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -230,7 +231,7 @@ class ProcessGroupTransport(Transport):
         if self._lost is None:
             self._lost = WorkerLostError(
                 f"rank {self.rank}: lost the connection to another worker during {what}: "
-                f"{str(error).splitlines()[0]}"
+                f"{_first_words(error)}."
             )
             self._lost.__cause__ = error
             self._interrupt()
@@ -249,6 +250,12 @@ class ProcessGroupTransport(Transport):
         self._num_pending = 0
         for each in (self._group, self._gloo, *self._pairs.values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def _first_words(error: RuntimeError) -> str:
+    """Return what the backend says has happened, without where in its source and what to do about it."""
+    line = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])
+    return line.partition("This is typically")[0].strip().rstrip(".")
 
 
 class _Posted:
