@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -39,11 +40,9 @@ def loss_fn(model: Any, micro_batch: Any) -> Tensor:
     return functional.cross_entropy(model(images) * model.scale + model.nothing.sum(), labels)
 
 
-def losses(run: unisono.Run, replica: unisono.Replica, **options: Any) -> list[str]:
-    return [
-        replica.step(batch, loss_fn).hex()
-        for batch in run.load(Rows(), batch_size=8, micro_batches=4, **options)
-    ]
+def losses(run: unisono.Run, replica: unisono.Replica, loss_fn: Any = loss_fn) -> list[str]:
+    loader = run.load(Rows(), batch_size=8, micro_batches=4)
+    return [replica.step(batch, loss_fn).hex() for batch in loader]
 
 
 def optimizers(run: unisono.Run, update: Update) -> Outcome:
@@ -52,7 +51,8 @@ def optimizers(run: unisono.Run, update: Update) -> Outcome:
         if "LBFGS" in name:
             continue
         model = network()
-        parameters = [p for p in model.parameters() if name != "Muon" or p.dim() == 2]
+        # Muon takes matrices, and Adafactor divides by the number of elements.
+        parameters = [p for p in model.parameters() if p.numel() and (name != "Muon" or p.dim() == 2)]
         replica = run.replicate(model, make(parameters), update=update, clip_norm=1.0)
         found = losses(run, replica)
         state = replica.state_dict()["optimizers"][0]["state"]
@@ -120,8 +120,7 @@ def masters(run: unisono.Run, update: Update) -> Outcome:
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     replica = run.replicate(model, optimizer, update=update, master_weights=True)
-    found = [replica.step(batch, halves).hex() for batch in run.load(Rows(), batch_size=8, micro_batches=4)]
-    return [found, run.fingerprint(model)]
+    return [losses(run, replica, halves), run.fingerprint(model)]
 
 
 def sparse(run: unisono.Run, update: Update) -> Outcome:
@@ -136,12 +135,9 @@ def sparse(run: unisono.Run, update: Update) -> Outcome:
         torch.optim.Adagrad([*model[1].parameters(), *model[2].parameters()], initial_accumulator_value=0.1),
     ]
     replica = run.replicate(model, optimizers, update=update)
-    found = [replica.step(batch, words).hex() for batch in run.load(Rows(), batch_size=8, micro_batches=4)]
-    return [
-        found,
-        run.fingerprint(model),
-        [described(s["state"]) for s in replica.state_dict()["optimizers"]],
-    ]
+    found = losses(run, replica, words)
+    states = replica.state_dict()["optimizers"]
+    return [found, run.fingerprint(model), [described(each["state"]) for each in states]]
 
 
 def resumed(run: unisono.Run, update: Update) -> Outcome:
@@ -149,18 +145,14 @@ def resumed(run: unisono.Run, update: Update) -> Outcome:
     other: Update = "replicated" if update == "sharded" else "sharded"
     model = network()
     first = run.replicate(model, torch.optim.AdamW(model.parameters(), lr=0.01), update=update)
-    loader = run.load(Rows(), batch_size=8, micro_batches=4)
-    losses = [first.step(batch, loss_fn).hex() for batch in loader]
-    state = first.state_dict()
+    outcome: Outcome = losses(run, first)
+    state = copy.deepcopy(first.state_dict())
     first.close()
-    outcome: Outcome = [losses]
     for kind in (update, other):
         model = network()
         again = run.replicate(model, torch.optim.AdamW(model.parameters(), lr=0.5), update=kind)
-        again.load_state_dict(state)
-        outcome.append(
-            [again.step(batch, loss_fn).hex() for batch in run.load(Rows(), batch_size=8, micro_batches=4)]
-        )
+        again.load_state_dict(copy.deepcopy(state))
+        outcome.append(losses(run, again))
         outcome.append(run.fingerprint(model))
         again.close()
     return outcome

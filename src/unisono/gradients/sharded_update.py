@@ -285,7 +285,9 @@ def _joined(pieces: list[Any], parameter: Tensor) -> Any:
     sizes = [piece.numel() if isinstance(piece, Tensor) else 0 for piece in pieces]
     is_cut = len(pieces) > 1 and sum(sizes) == parameter.numel() and first.dim() == 1
     if not is_cut:
-        return first.clone() if isinstance(first, Tensor) else first
+        if not isinstance(first, Tensor):
+            return first
+        return _laid_out_like(first, parameter).clone() if first.shape == parameter.shape else first.clone()
     whole = torch.empty_like(parameter, dtype=first.dtype)
     _flat(whole).copy_(torch.cat(pieces))
     return whole
