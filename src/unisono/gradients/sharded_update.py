@@ -60,6 +60,7 @@ class ShardedUpdate:
         self._shares: tuple[tuple[Part, ...], ...] = ()
         self._own: dict[Tensor, Part] = {}
         self._cut: dict[Tensor, dict[str, Any]] = {}
+        self._kept: dict[int, tuple[object, tuple[list[Tensor], list[Tensor]]]] = {}
 
     def step(self) -> None:
         """Let the optimizers step. *Collective.* *Blocking.*"""
@@ -105,6 +106,7 @@ class ShardedUpdate:
         self._shares = share_out(sizes, [cuts for _, cuts in key], self._transport.world_size)
         self._own = {self._parameters[part.index]: part for part in self._shares[self._transport.rank]}
         self._cut.clear()
+        self._kept.clear()
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
                 held = [parameter for parameter in group["params"] if parameter in whole]
@@ -178,7 +180,22 @@ class ShardedUpdate:
         return (part.stop - part.start) * self._parameters[part.index].element_size()
 
     def _views(self, rank: int, buffer: Tensor, stepped: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return where a rank's updated parts lie in its buffer, and in this worker's parameters."""
+        """Return where a rank's updated parts lie in its buffer, and in this worker's parameters.
+
+        Views cost microseconds each, so they are kept as long as nothing has moved.
+        """
+        addresses = [self._parameters[part.index].data_ptr() for part in self._shares[rank]]
+        signature = (buffer.data_ptr(), addresses, stepped)
+        kept = self._kept.get(rank)
+        if kept is not None and kept[0] == signature:
+            return kept[1]
+        views = self._new_views(rank, buffer, stepped)
+        self._kept[rank] = (signature, views)
+        return views
+
+    def _new_views(
+        self, rank: int, buffer: Tensor, stepped: Sequence[bool]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         places, parts, offset = [], [], 0
         for part in self._shares[rank]:
             num_bytes = self._part_bytes(part)
