@@ -93,6 +93,33 @@ def test_the_executed_sum_has_the_bits_of_the_tree_on_all_ranks(assignment, tran
             assert results == [expected] * assignment.world_size, (dtype, size)
 
 
+@pytest.mark.parametrize("transport", ["mapped", "shared", "hosts"])
+@pytest.mark.parametrize("assignment", ASSIGNMENTS.values(), ids=ASSIGNMENTS)
+def test_the_sum_may_take_the_place_of_a_piece_that_peers_see(assignment, transport):
+    schedule = choose(assignment, "direct")
+
+    def reduce(transport):
+        results = []
+        for _ in range(2):
+            pieces = {
+                block: transport.allocate(f"sums/{number}", 1009, torch.float32)
+                for number, block in enumerate(assignment.blocks[transport.rank])
+            }
+            for block, tensor in pieces.items():
+                tensor.copy_(block_sum(block, 1009, torch.float32))
+            out = next(iter(pieces.values()), None)
+            if out is None:
+                out = transport.allocate("out", 1009, torch.float32)
+            result = execute(schedule, transport, pieces, out=out, key="bucket", scale=SCALE)
+            assert result is out
+            results.append(bits(result))
+        return results
+
+    expected = bits(expected_sum(assignment.num_micro_batches, 1009, torch.float32))
+    found = TRANSPORTS[transport](assignment.world_size, reduce)
+    assert found == [[expected] * 2] * assignment.world_size
+
+
 @pytest.mark.parametrize("name", ["pairs of 4", "uneven", "one has all", "three ranks"])
 @pytest.mark.parametrize("algorithm", ["direct", "auto"])
 def test_the_sum_over_gloo_has_the_bits_of_the_tree_on_all_ranks(name, algorithm):

@@ -21,6 +21,7 @@ class Broadcast:
     piece: Hashable = "value"
     name = "broadcast"
     exact = True
+    in_place = False
     num_chunks = 1
 
     @property

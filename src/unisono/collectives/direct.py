@@ -21,6 +21,7 @@ class Direct:
     assignment: Assignment
     name = "direct"
     exact = True
+    in_place = True
 
     @property
     def world_size(self) -> int:

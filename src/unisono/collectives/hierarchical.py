@@ -32,6 +32,7 @@ class Hierarchical:
     hosts: tuple[tuple[int, ...], ...]
     name = "hierarchical"
     exact = True
+    in_place = False
     num_rounds = 4
 
     @property

@@ -3,8 +3,9 @@
 A piece that a peer must see lies in this rank's buffer of the name `buffer_key(key, piece)`. Sending is a
 signal of 0 bytes that says "it is there now"; receiving gives a view of the peer's buffer, from which sums
 are formed directly. Every piece formed has a buffer of its own, since a peer may still be reading the
-operands. At the end each reader signals each owner that it is through, so that no buffer is written again
-while someone reads it. Peers that can't be mapped (on another host) are sent the bytes.
+operands, unless the schedule works in place. At the end each reader signals each owner that it is through, so
+that no buffer is written again while someone reads it. Peers that can't be mapped (on another host) are sent
+the bytes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class MappedExecution(Execution):
         self._views: dict[tuple[int, Hashable], list[Tensor]] = {}
         self._readers: set[int] = set()
         self._owners: set[int] = set()
+        # Sums of others than the result are then seen by nobody, and those of the result lie in a piece.
+        self._in_place = call.schedule.in_place and any(each is call.out for each in call.pieces.values())
         self._signal = torch.empty(0, dtype=torch.uint8, device=call.out.device)
         self._next_slot = 0
 
@@ -80,6 +83,9 @@ class MappedExecution(Execution):
         self._add(Add(transfer.mine, transfer.theirs, transfer.out, chunk))
 
     def target(self, add: Add, left: Tensor, right: Tensor) -> Tensor:
+        if self._in_place and add.out != self.result:
+            self._next_slot += 1
+            return self.call.scratch.take(self._next_slot, left.numel(), like=left)
         self._visible.add((add.out, add.chunk))
         return self._buffer(add.out)[add.chunk]
 
@@ -123,6 +129,9 @@ class MappedExecution(Execution):
         if chunks is None:
             out = self.call.out
             name = buffer_key(self._key, piece)
+            if self._in_place and piece == self.result and self.transport.publish(name, out):
+                self._buffers[piece] = self.out
+                return self.out
             flat = self.transport.allocate(name, out.numel(), out.dtype)
             is_out = piece == self.result and flat.data_ptr() == out.data_ptr()
             chunks = self._buffers[piece] = self.out if is_out else self.chunks(flat)

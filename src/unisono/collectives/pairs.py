@@ -21,6 +21,7 @@ class Pairs:
     assignment: Assignment
     name = "pairs"
     exact = True
+    in_place = False
     num_chunks = 1
 
     @property

@@ -83,6 +83,8 @@ class Schedule(Protocol):
         name: for people.
         exact: whether the result is the sum in the order of the summation tree, so that its bits depend on
             nothing else.
+        in_place: whether a chunk of what a rank holds at the start is read by no other rank than the one from
+            which it gets that chunk of the result. Then the result may take the place of such a piece.
         result: the piece with which every rank ends, in every chunk.
     """
 
@@ -90,6 +92,8 @@ class Schedule(Protocol):
     def name(self) -> str: ...
     @property
     def exact(self) -> bool: ...
+    @property
+    def in_place(self) -> bool: ...
     @property
     def world_size(self) -> int: ...
     @property

@@ -128,7 +128,7 @@ class Joiner:
         if self._posts:
             return self._post(partials, bucket, scale)()
         assert self._schedule is not None
-        if self.transport.maps_peers:
+        if self.transport.maps_peers and not (self._schedule.in_place and partials):
             name = buffer_key(key, self._schedule.result)
             out = self.transport.allocate(name, bucket.num_elements, bucket.dtype)
         else:
