@@ -177,3 +177,23 @@ def test_output_of_the_others_is_in_files(run_script, tmp_path):
     run_script(source, 3)
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
     assert logs == {"rank-1.log": "hello from 1\n", "rank-2.log": "hello from 2\n"}
+
+
+def test_a_signal_does_not_interrupt_the_words_of_a_worker_that_failed(run_script):
+    """As when the launcher stops a worker that is just telling how it failed."""
+    ran = run_script(
+        """
+        import os, signal
+
+        class Picky(Exception):
+            def __str__(self):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return "in its own words"
+
+        raise Picky
+        """,
+        1,
+    )
+    assert ran.outcome.exit_code == 1
+    assert ran.last_words.splitlines()[-1].endswith("Picky: in its own words")
+    assert "SystemExit" not in ran.err + ran.last_words

@@ -47,6 +47,10 @@ class Termination:
         )
         threading.Thread(target=self._watch, name="unisono-termination", daemon=True).start()
 
+    def raise_no_more(self) -> None:
+        """From now on let SIGTERM interrupt nothing: the program has failed and says so. The timer still runs."""
+        self._asked = True
+
     def _raise(self, number: int, frame: types.FrameType | None) -> None:
         if not self._asked:  # a second one must not interrupt the clean-up of the first
             self._asked = True

@@ -61,10 +61,10 @@ def run(descriptors: Descriptors, *, parent_pid: int) -> int:
         termination = Termination(task.grace_s)
         termination.install()
         _assume_identity(task, control_fd=descriptors.control, stop_fd=termination.stop_fd)
-        return _run_task(task, channel)
+        return _run_task(task, channel, termination)
 
 
-def _run_task(task: Task, channel: socket.socket) -> int:
+def _run_task(task: Task, channel: socket.socket, termination: Termination) -> int:
     """Run the program, then what belongs to its end; report a failure at once. Return the exit code."""
     code, value = 0, b""
     try:
@@ -73,6 +73,7 @@ def _run_task(task: Task, channel: socket.socket) -> int:
         else:
             value = _call(task.function or b"")
     except BaseException as error:
+        termination.raise_no_more()
         code = _take_exception(error, task, channel)
     error_at_exit = finish()
     if error_at_exit is not None and code == 0:
