@@ -1,3 +1,4 @@
+import gc
 import multiprocessing
 import os
 import select
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from multiprocessing import synchronize
 
 import pytest
 import torch
@@ -130,6 +132,20 @@ def test_a_process_killed_while_data_is_waited_for_is_named():
     with pytest.raises(LoaderError, match=r"loader worker pid \d+ killed by signal 9 on rank 0"):
         list(make(Rows(read)))
     assert time.monotonic() - began < 5
+    assert not children()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_process_that_dies_with_a_lock_of_torchs_keeps_nobody_waiting(persistent):
+    def read(index):
+        if index == 96:
+            for event in [each for each in gc.get_objects() if isinstance(each, synchronize.Event)]:
+                event._cond.acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    with pytest.raises(LoaderError, match="killed by signal 9"):
+        list(make(Rows(read), persistent_workers=persistent))
     assert not children()
 
 

@@ -17,6 +17,7 @@ import pickle
 import secrets
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -168,8 +169,10 @@ class LoaderProcesses:
         if iterator is None or os.getpid() != self._pid:
             return
         self._children.closing = True
-        if kill:
+        if kill or self._children.death() is not None:
             self._children.end()
+            # Whoever was killed may have held the lock of torch's own event, and nobody is left to be told.
+            iterator._workers_done_event = threading.Event()
         # Not left to the garbage collector: a traceback that is being handled keeps the iterator alive.
         iterator._shutdown_workers()
         self._children.end()
