@@ -17,7 +17,6 @@ import pickle
 import secrets
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -96,6 +95,7 @@ class LoaderProcesses:
         self._loader = loader if persistent else None
         self._iterator = iterator
         self._children = Children(iterator._workers, rank=rank)
+        iterator._workers_done_event = _Done(iterator._workers_done_event, self._children)
         watch(self._children)
 
     def __iter__(self) -> Self:
@@ -171,8 +171,6 @@ class LoaderProcesses:
         self._children.closing = True
         if kill or self._children.death() is not None:
             self._children.end()
-            # Whoever was killed may have held the lock of torch's own event, and nobody is left to be told.
-            iterator._workers_done_event = threading.Event()
         # Not left to the garbage collector: a traceback that is being handled keeps the iterator alive.
         iterator._shutdown_workers()
         self._children.end()
@@ -218,6 +216,26 @@ def _portable(error: BaseException) -> Exception | None:
     except Exception:  # any class may fail in any way here, and the text says it all
         return None
     return error if type(restored) is type(error) else None
+
+
+class _Done:
+    """torch's event by which processes learn that they may end, as this process uses it.
+
+    A process that is killed may hold its lock, for which torch would wait for ever.
+    """
+
+    def __init__(self, event: Any, children: Children) -> None:
+        self._event = event
+        self._children = children
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._children.death() is None:
+            self._event.set()
 
 
 class _Tasks:
