@@ -1,6 +1,6 @@
-"""Print the rows that a benchmark wrote as a Markdown table, for the README.
+"""Print the rows that a benchmark wrote as a Markdown table, for the README and docs/benchmarks.md.
 
-python bench/to_markdown.py bench/results/step.json
+python bench/to_markdown.py [--ratios] bench/results/step.json
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def table(content: dict) -> str:
+def table(content: dict, *, only_ratios: bool) -> str:
     """Return the table, with what it was measured on above it."""
     lines = [
         f"{content['title']}; {content['date']}, commit {content['commit']}, {content['machine']}:",
@@ -17,11 +17,18 @@ def table(content: dict) -> str:
         "|---|---|---|---|---|",
     ]
     for row in content["rows"]:
-        value = f"{row['value']:.0f} {row['unit']}" if row["unit"] else f"{row['value']:.3f}"
+        if row["unit"] and only_ratios:
+            continue
+        value = f"{_short(row['value'])} {row['unit']}" if row["unit"] else f"{row['value']:.3f}"
         met = {None: "", True: "yes", False: "no"}[row["meets"]]
         lines.append(f"| {row['case']} | {row['metric']} | {value} | {row['target'] or ''} | {met} |")
     return "\n".join(lines)
 
 
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 if __name__ == "__main__":
-    print(table(json.loads(Path(sys.argv[1]).read_text())))
+    *options, file = sys.argv[1:]
+    print(table(json.loads(Path(file).read_text()), only_ratios="--ratios" in options))

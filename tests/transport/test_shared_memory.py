@@ -114,6 +114,28 @@ def test_a_worker_that_is_stopped_for_a_while_does_no_harm(tmp_path):
         end(*workers)
 
 
+def test_a_process_that_may_open_no_more_files_says_so(tmp_path):
+    receive = """
+    import resource
+    from unisono.errors import TransportError
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
+    try:
+        transport.start([], [(1, torch.empty(100_000))]).wait()
+    except TransportError as error:
+        print(error)
+    """
+    send = """
+    transport.start([(0, torch.ones(100_000))], []).wait()
+    time.sleep(30)
+    """
+    workers = [start_worker(rank, tmp_path / "store", body) for rank, body in enumerate((receive, send))]
+    try:
+        assert "raise the limit (ulimit -n)" in workers[0].communicate(timeout=30)[0]
+    finally:
+        end(*workers)
+
+
 def test_sockets_that_are_full_both_ways_do_not_stop_the_ranks():
     num_messages = 200
 

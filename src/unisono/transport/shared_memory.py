@@ -354,6 +354,11 @@ class SharedMemoryTransport(Transport):
         if not data:
             self._lose(link)
             return
+        if not descriptors:
+            raise TransportError(
+                f"rank {self.rank}: a memory file of rank {link.rank} came without its descriptor: this process has "
+                f"as many files open as it may; raise the limit (ulimit -n)."
+            )
         link.announced = None
         memory = map_memory(descriptors[0], num_bytes)
         os.close(descriptors[0])
