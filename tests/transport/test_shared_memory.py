@@ -118,12 +118,14 @@ def test_a_process_that_may_open_no_more_files_says_so(tmp_path):
     receive = """
     import resource
     from unisono.errors import TransportError
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, before[1]))
     try:
         transport.start([], [(1, torch.empty(100_000))]).wait()
     except TransportError as error:
         print(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
     """
     send = """
     transport.start([(0, torch.ones(100_000))], []).wait()
@@ -131,7 +133,7 @@ def test_a_process_that_may_open_no_more_files_says_so(tmp_path):
     """
     workers = [start_worker(rank, tmp_path / "store", body) for rank, body in enumerate((receive, send))]
     try:
-        assert "raise the limit (ulimit -n)" in workers[0].communicate(timeout=30)[0]
+        assert "raise the limits of open files (ulimit -n)" in workers[0].communicate(timeout=30)[0]
     finally:
         end(*workers)
 
@@ -299,5 +301,14 @@ def test_no_descriptor_is_left_and_buffers_that_were_replaced_are_gone():
         transport.start([(peer, signal)], [(peer, signal)]).wait()
         return len(transport._links[peer].files)
 
+    def allocate_many(transport):
+        peer = 1 - transport.rank
+        held = [transport.allocate(f"buffer {number}", 10, torch.float32) for number in range(300)]
+        signal = torch.empty(0)
+        transport.start([(peer, signal)], [(peer, signal)]).wait()
+        views = [transport.peer_view(peer, f"buffer {number}") for number in range(300)]
+        return len(os.listdir("/proc/self/fd")), len(held), len(views)
+
     assert on_shared_memory(2, use) == [3, 3], "one buffer and those of sums"
+    assert all(count < before + 50 for count, *_ in on_shared_memory(2, allocate_many))
     assert len(os.listdir("/proc/self/fd")) == before

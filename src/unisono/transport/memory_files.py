@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from contextlib import suppress
 
@@ -35,5 +34,15 @@ def new_memory(num_bytes: int) -> tuple[Descriptor, Tensor]:
 
 
 def map_memory(descriptor: int, num_bytes: int) -> Tensor:
-    """Return the bytes of a file, uint8 [num_bytes]; shared with all who map it."""
-    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+    """Return the bytes of a file, uint8 [num_bytes]; shared with all who map it.
+
+    By torch and not by `mmap`, which would hold a descriptor for each as long as the memory is used.
+
+    Raises:
+        OSError: it can't be mapped.
+    """
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(str(error).partition("\n")[0]) from error

@@ -354,14 +354,19 @@ class SharedMemoryTransport(Transport):
         if not data:
             self._lose(link)
             return
-        if not descriptors:
-            raise TransportError(
-                f"rank {self.rank}: a memory file of rank {link.rank} came without its descriptor: this process has "
-                f"as many files open as it may; raise the limit (ulimit -n)."
-            )
         link.announced = None
-        memory = map_memory(descriptors[0], num_bytes)
-        os.close(descriptors[0])
+        try:
+            if not descriptors:
+                raise OSError("no descriptor came")
+            memory = map_memory(descriptors[0], num_bytes)
+        except OSError as error:
+            raise TransportError(
+                f"rank {self.rank}: memory of rank {link.rank} can't be mapped ({error}): raise the limits of open "
+                f"files (ulimit -n) and of memory."
+            ) from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
         if kind == _FILE:
             link.files[number] = memory
         else:
