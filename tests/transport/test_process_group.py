@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 from torch import distributed
+from workers import start_worker
 
 from unisono.cluster.patient_store import PatientStore
 from unisono.errors import DeadlineError, UsageError
 from unisono.transport.backends import available_backends
 from unisono.transport.process_group import ProcessGroupTransport, check_backend
 from worlds import on_process_groups, registered_backend
-
-
-def start_worker(rank, store_file, body, *, inherited=()):
-    """Start one of two Python processes, which runs `body` with a connected `transport`."""
-    program = f"""
-import os, sys, time
-import torch
-from torch import distributed
-from unisono.errors import WorkerLostError
-from unisono.transport.process_group import ProcessGroupTransport
-
-store = distributed.FileStore({str(store_file)!r}, 2)
-transport = ProcessGroupTransport(store, {rank}, 2, timeout_s=30)
-{textwrap.dedent(body)}
-"""
-    return subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, pass_fds=inherited
-    )
-
 
 WAIT_FOR_DEATH = """
     print("ready", flush=True)
@@ -56,9 +35,13 @@ def test_a_killed_worker_is_noticed_at_once_even_if_a_child_of_it_lives_on(tmp_p
     read_end, write_end = os.pipe()
     fork = f"if os.fork() == 0:\n    os.close({write_end}); os.read({read_end}, 1); os._exit(0)\n"
     hold = "print('ready', flush=True)\ntime.sleep(30)\n"
-    waiter = start_worker(0, tmp_path / "store", WAIT_FOR_DEATH)
+    waiter = start_worker(ProcessGroupTransport, 0, tmp_path / "store", WAIT_FOR_DEATH)
     victim = start_worker(
-        1, tmp_path / "store", fork + hold if has_child else hold, inherited=(read_end, write_end)
+        ProcessGroupTransport,
+        1,
+        tmp_path / "store",
+        fork + hold if has_child else hold,
+        inherited=(read_end, write_end),
     )
     os.close(read_end)
     try:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import distributed
+from workers import start_worker
 
 import unisono.transport.choose as choose
 from unisono.cluster.patient_store import PatientStore
@@ -26,24 +24,6 @@ from unisono.transport.shared_memory import SharedMemoryTransport
 from worlds import on_shared_memory
 
 CPU = torch.device("cpu")
-
-
-def start_worker(rank, store_file, body, *, inherited=()):
-    """Start one of two Python processes, which runs `body` with a connected `transport`."""
-    program = f"""
-import os, sys, time
-import torch
-from torch import distributed
-from unisono.errors import WorkerLostError
-from unisono.transport.shared_memory import SharedMemoryTransport
-
-store = distributed.FileStore({str(store_file)!r}, 2)
-transport = SharedMemoryTransport(store, {rank}, 2, timeout_s=30)
-{textwrap.dedent(body)}
-"""
-    return subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, pass_fds=inherited
-    )
 
 
 def end(*processes):
@@ -78,9 +58,9 @@ time.sleep(30)
 def test_a_killed_worker_is_noticed_at_once_even_if_a_child_of_it_lives_on(tmp_path, has_child):
     read_end, write_end = os.pipe()
     fork = f"if os.fork() == 0:\n    os.close({write_end}); os.read({read_end}, 1); os._exit(0)\n"
-    waiter = start_worker(0, tmp_path / "store", WAIT_FOR_DEATH)
+    waiter = start_worker(SharedMemoryTransport, 0, tmp_path / "store", WAIT_FOR_DEATH)
     body = fork + HOLD if has_child else HOLD
-    victim = start_worker(1, tmp_path / "store", body, inherited=(read_end, write_end))
+    victim = start_worker(SharedMemoryTransport, 1, tmp_path / "store", body, inherited=(read_end, write_end))
     os.close(read_end)
     try:
         assert waiter.stdout.readline() == "ready\n"
@@ -103,7 +83,7 @@ def test_a_worker_that_is_stopped_for_a_while_does_no_harm(tmp_path):
         transport.all_reduce(tensor).wait()
         print(tensor.sum().item(), flush=True)
     """
-    workers = [start_worker(rank, tmp_path / "store", answer) for rank in range(2)]
+    workers = [start_worker(SharedMemoryTransport, rank, tmp_path / "store", answer) for rank in range(2)]
     try:
         workers[1].send_signal(signal.SIGSTOP)
         time.sleep(0.3)
@@ -131,7 +111,10 @@ def test_a_process_that_may_open_no_more_files_says_so(tmp_path):
     transport.start([(0, torch.ones(100_000))], []).wait()
     time.sleep(30)
     """
-    workers = [start_worker(rank, tmp_path / "store", body) for rank, body in enumerate((receive, send))]
+    workers = [
+        start_worker(SharedMemoryTransport, rank, tmp_path / "store", body)
+        for rank, body in enumerate((receive, send))
+    ]
     try:
         assert "raise the limits of open files (ulimit -n)" in workers[0].communicate(timeout=30)[0]
     finally:

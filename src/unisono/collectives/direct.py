@@ -10,22 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from unisono.collectives.over_blocks import OverBlocks
 from unisono.collectives.schedule import Add, Receive, Round, Send, Transfer
-from unisono.grid import Assignment, Block, root
+from unisono.grid import Assignment, Block
 
 
 @dataclass(frozen=True)
-class Direct:
+class Direct(OverBlocks):
     """The schedule of a direct exchange over the blocks of `assignment`."""
 
-    assignment: Assignment
     name = "direct"
-    exact = True
     in_place = True
-
-    @property
-    def world_size(self) -> int:
-        return self.assignment.world_size
 
     @property
     def num_chunks(self) -> int:
@@ -34,13 +29,6 @@ class Direct:
     @property
     def num_rounds(self) -> int:
         return 1 if self.world_size == 1 else 2
-
-    @cached_property
-    def result(self) -> Block:
-        return root(self.assignment.num_micro_batches)
-
-    def initial(self, rank: int) -> tuple[Block, ...]:
-        return self.assignment.blocks[rank]
 
     def round(self, rank: int, index: int) -> Round:
         # Peers in an order that begins behind oneself: no rank is everybody's first.

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from unisono.collectives.over_blocks import OverBlocks
 from unisono.collectives.schedule import Add, Receive, Round, Send, Transfer
-from unisono.grid import Assignment, Block, root
+from unisono.grid import Assignment, Block
 
 Sum = tuple[Block, Block, Block]
 """Left, right and the node they add up to."""
 
 
 @dataclass(frozen=True)
-class Hierarchical:
+class Hierarchical(OverBlocks):
     """The schedule of a hierarchical exchange.
 
     Args:
@@ -28,27 +29,14 @@ class Hierarchical:
         hosts: the ranks of each host; every rank is on one.
     """
 
-    assignment: Assignment
     hosts: tuple[tuple[int, ...], ...]
     name = "hierarchical"
-    exact = True
     in_place = False
     num_rounds = 4
 
     @property
-    def world_size(self) -> int:
-        return self.assignment.world_size
-
-    @property
     def num_chunks(self) -> int:
         return len(self.hosts) * max(map(len, self.hosts))
-
-    @cached_property
-    def result(self) -> Block:
-        return root(self.assignment.num_micro_batches)
-
-    def initial(self, rank: int) -> tuple[Block, ...]:
-        return self.assignment.blocks[rank]
 
     def round(self, rank: int, index: int) -> Round:
         host = self._host_of[rank]

@@ -9,35 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from unisono.collectives.over_blocks import OverBlocks
 from unisono.collectives.schedule import Exchange, Round
 from unisono.errors import UsageError
 from unisono.grid import Assignment, Block, root
 
 
 @dataclass(frozen=True)
-class Pairs:
+class Pairs(OverBlocks):
     """The schedule that joins siblings, from the blocks of `assignment` up to the root."""
 
-    assignment: Assignment
     name = "pairs"
-    exact = True
     in_place = False
     num_chunks = 1
 
     @property
-    def world_size(self) -> int:
-        return self.assignment.world_size
-
-    @property
     def num_rounds(self) -> int:
         return self.world_size.bit_length() - 1
-
-    @cached_property
-    def result(self) -> Block:
-        return root(self.assignment.num_micro_batches)
-
-    def initial(self, rank: int) -> tuple[Block, ...]:
-        return self.assignment.blocks[rank]
 
     def round(self, rank: int, index: int) -> Round:
         position = self._order.index(rank)

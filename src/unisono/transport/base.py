@@ -139,6 +139,12 @@ class Transport(ABC):
         self.close()
 
 
+def check_contiguous(tensor: Tensor) -> None:
+    """Raise a `UsageError` unless a tensor's bytes can be moved as they lie in memory."""
+    if not tensor.is_contiguous():
+        raise UsageError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous and can't be moved.")
+
+
 class _Addition:
     """An exchange followed by one addition, which `wait` does, once."""
 

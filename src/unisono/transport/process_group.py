@@ -9,9 +9,7 @@ gloo's traffic is not encrypted.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from unisono.errors import TransportError, WorkerLostError
 from unisono.transport.backends import Member, check_backend, gloo_device, make_group
 from unisono.transport.base import CPU, Transport, Work
+from unisono.transport.forks import close_in_forked_children
 from unisono.transport.local import Aborted
 from unisono.transport.meeting import meet
 from unisono.transport.sockets import Sockets
@@ -85,7 +84,7 @@ class ProcessGroupTransport(Transport):
         with self._sockets.watch():
             self._gloo = gloo_device(hostname, interface) if backend == "gloo" else None
             self._group = self._make_group("all", rank, world_size)
-        _close_in_forked_children(self)
+        close_in_forked_children(self)
         # A rank that leaves at once must not break connections that others are still making.
         self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device)).wait()
 
@@ -240,7 +239,7 @@ class ProcessGroupTransport(Transport):
     def _finished(self) -> None:
         self._num_pending -= 1
 
-    def _leave_to_parent(self) -> None:
+    def leave_to_parent(self) -> None:
         """In a forked child: keep nothing of the connections open, and never run the groups' destructors.
 
         The destructors would wait for threads that exist only in the parent.
@@ -298,18 +297,6 @@ class _SumInOrder:
         for rank in range(1, len(parts)):
             self._tensor.add_(parts[rank])
         self._parts = {}
-
-
-def _close_in_forked_children(transport: ProcessGroupTransport) -> None:
-    """See to it that a child forked later keeps no connection open. Free once the transport is gone."""
-    reference = weakref.ref(transport)
-
-    def after_in_child() -> None:
-        alive = reference()
-        if alive is not None:
-            alive._leave_to_parent()
-
-    os.register_at_fork(after_in_child=after_in_child)
 
 
 def _tag(tensor: Tensor) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from unisono.errors import TransportError
 from unisono.transport.base import Transport, Work
 from unisono.transport.local import Aborted
+from unisono.transport.posted_sums import PostedSums
 
 
 class SeveralHostsTransport(Transport):
@@ -38,7 +38,7 @@ class SeveralHostsTransport(Transport):
         self._between = between
         self._leaders = leaders
         (self._near,) = (ranks for ranks in hosts if self.rank in ranks)
-        self._sums: deque[_Sum] = deque()
+        self._sums = PostedSums(self._sum)
         self._reason: Exception | None = None
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Work:
@@ -56,9 +56,7 @@ class SeveralHostsTransport(Transport):
     def all_reduce(self, tensor: Tensor) -> Work:
         if self._reason is not None:
             return Aborted(self._reason)
-        work = _Sum(self, tensor)
-        self._sums.append(work)
-        return work
+        return self._sums.post(tensor)
 
     def maps(self, peer: int) -> bool:
         return peer in self._near and peer != self.rank
@@ -84,21 +82,14 @@ class SeveralHostsTransport(Transport):
         for each in self._all():
             each.close()
 
-    def run_sums(self, last: _Sum) -> None:
-        """Do the all-reduces that were posted up to `last`, in their order. *Collective.* *Blocking.*
-
-        Summed up on the host, then by the first of each host, who tell the others of theirs.
-        """
-        while not last.is_done:
-            work = self._sums[0]
-            self._within.all_reduce(work.tensor).wait()
-            if self._leaders is not None:
-                self._leaders.all_reduce(work.tensor).wait()
-                self._within.start([(peer, work.tensor) for peer in self._near[1:]], []).wait()
-            else:
-                self._within.start([], [(self._near[0], work.tensor)]).wait()
-            work.is_done = True
-            self._sums.popleft()
+    def _sum(self, tensor: Tensor) -> None:
+        """Add up on the host, then among the first of each host, who tell the others of theirs."""
+        self._within.all_reduce(tensor).wait()
+        if self._leaders is not None:
+            self._leaders.all_reduce(tensor).wait()
+            self._within.start([(peer, tensor) for peer in self._near[1:]], []).wait()
+        else:
+            self._within.start([], [(self._near[0], tensor)]).wait()
 
     def _divide(
         self, transfers: Sequence[tuple[int, Tensor]]
@@ -120,16 +111,3 @@ class _Both:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-
-
-class _Sum:
-    """One all-reduce, done when it, or a later one, is waited for."""
-
-    def __init__(self, owner: SeveralHostsTransport, tensor: Tensor) -> None:
-        self._owner = owner
-        self.tensor = tensor
-        self.is_done = False
-
-    def wait(self) -> None:
-        if not self.is_done:
-            self._owner.run_sums(self)

@@ -12,7 +12,6 @@ import os
 import select
 import socket
 import struct
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.errors import MismatchError, TransportError, UsageError, WorkerLostError
-from unisono.transport.base import Transport, Work
+from unisono.errors import MismatchError, TransportError, WorkerLostError
+from unisono.transport.base import Transport, Work, check_contiguous
+from unisono.transport.forks import close_in_forked_children
 from unisono.transport.local import Aborted
 from unisono.transport.memory_files import Descriptor, map_memory, new_memory
 from unisono.transport.pair_sockets import connect_pairs
+from unisono.transport.posted_sums import PostedSums
 
 _HEADER = struct.Struct("<BBqq")
 """Kind of packet, channel, and two numbers, according to the kind."""
@@ -134,28 +135,26 @@ class SharedMemoryTransport(Transport):
         self._by_address: dict[int, _Buffer] = {}
         self._named: dict[str, int] = {}
         self._num_files = 0
-        self._sums: deque[_Sum] = deque()
+        self._sums = PostedSums(self._sum)
         self._num_sums = 0
         self._sum_bytes = 1
-        _close_in_forked_children(self)
+        close_in_forked_children(self)
 
     # --- the contract
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Work:
         for peer, tensor in (*sends, *receives):
             self.check_peer(peer)
-            _check_contiguous(tensor)
+            check_contiguous(tensor)
         if self._reason is not None:
             return Aborted(self._reason)
         return self._exchange(_MESSAGES, sends, receives)
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        _check_contiguous(tensor)
+        check_contiguous(tensor)
         if self._reason is not None:
             return Aborted(self._reason)
-        work = _Sum(self, tensor)
-        self._sums.append(work)
-        return work
+        return self._sums.post(tensor)
 
     def maps(self, peer: int) -> bool:
         return peer in self._links
@@ -385,16 +384,11 @@ class SharedMemoryTransport(Transport):
 
     # --- sums
 
-    def run_sums(self, last: _Sum) -> None:
-        """Do the all-reduces that were posted up to `last`, in their order. *Collective.* *Blocking.*"""
-        while not last.is_done:
-            work = self._sums[0]
-            if work.tensor.nbytes <= _INLINE_BYTES:
-                self._sum_small(work.tensor)
-            else:
-                self._sum_large(work.tensor)
-            work.is_done = True
-            self._sums.popleft()
+    def _sum(self, tensor: Tensor) -> None:
+        if tensor.nbytes <= _INLINE_BYTES:
+            self._sum_small(tensor)
+        else:
+            self._sum_large(tensor)
 
     def _sum_small(self, tensor: Tensor) -> None:
         """Everybody sends all to all, and adds in the order of ranks."""
@@ -446,7 +440,7 @@ class SharedMemoryTransport(Transport):
         signals = [(peer, signal) for peer in self._links]
         self._exchange(_SUMS, signals, signals).wait()
 
-    def _leave_to_parent(self) -> None:
+    def leave_to_parent(self) -> None:
         """In a forked child: hold no connection open, without ending any."""
         self._reason = TransportError(f"rank {self.rank}: a forked child can't use its parent's transport.")
         for link in self._links.values():
@@ -477,35 +471,5 @@ class _Transfers:
                 self._owner.progress(link)
 
 
-class _Sum:
-    """One all-reduce, done when it, or a later one, is waited for."""
-
-    def __init__(self, owner: SharedMemoryTransport, tensor: Tensor) -> None:
-        self._owner = owner
-        self.tensor = tensor
-        self.is_done = False
-
-    def wait(self) -> None:
-        if not self.is_done:
-            self._owner.run_sums(self)
-
-
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _check_contiguous(tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise UsageError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous and can't be moved.")
-
-
-def _close_in_forked_children(transport: SharedMemoryTransport) -> None:
-    """See to it that a child forked later keeps no connection open. Free once the transport is gone."""
-    reference = weakref.ref(transport)
-
-    def after_in_child() -> None:
-        alive = reference()
-        if alive is not None:
-            alive._leave_to_parent()
-
-    os.register_at_fork(after_in_child=after_in_child)

@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from unisono.errors import DeadlineError, MismatchError, TransportError, UsageError, WorkerLostError
-from unisono.transport.base import Transport, Work
+from unisono.errors import DeadlineError, MismatchError, TransportError, WorkerLostError
+from unisono.transport.base import Transport, Work, check_contiguous
 from unisono.transport.local import Aborted
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ class ThreadTransport(Transport):
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Work:
         for peer, tensor in (*sends, *receives):
             self.check_peer(peer)
-            _check_contiguous(tensor)
+            check_contiguous(tensor)
         fault = self._begin()
         if self._reason is not None:
             return Aborted(self._reason)
@@ -186,7 +186,7 @@ class ThreadTransport(Transport):
         return _Transfers(self, sent, list(receives))
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        _check_contiguous(tensor)
+        check_contiguous(tensor)
         self._begin()
         if self._reason is not None:
             return Aborted(self._reason)
@@ -344,8 +344,3 @@ def _take(message: _Message, tensor: Tensor, *, rank: int, peer: int) -> None:
     if tensor.numel():
         tensor.reshape(-1).view(torch.uint8).copy_(message.tensor.reshape(-1).view(torch.uint8))
     message.taken = True
-
-
-def _check_contiguous(tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise UsageError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous and can't be moved.")
