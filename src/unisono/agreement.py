@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from unisono.collectives.announce import Announcer
 from unisono.collectives.gather import gather_bytes
-from unisono.errors import MismatchError, UsageError
+from unisono.errors import TransportError, UsageError
 from unisono.transport.base import Transport
 
 _LOOK_EVERY_S = 0.05
@@ -109,7 +109,8 @@ class Agreement:
                     time.sleep(_LOOK_EVERY_S)
             failure = store.get(key).decode()
             if failure:
-                raise MismatchError(
+                # A consequence, so that a job names rank 0's own error if that ends it.
+                raise TransportError(
                     f"rank 0 left `with run.first()` with {failure}, so what it was to do for rank "
                     f"{self._transport.rank} is not done."
                 )

@@ -406,7 +406,7 @@ class Run:
         and alone, so that the others find what it prepared. They wait as long as rank 0 lives, without a deadline.
 
         Raises:
-            MismatchError: on the others, if the body raised on rank 0, also if that catches its error.
+            TransportError: on the others, if the body raised on rank 0, also if that catches its error.
         """
         return self._agreement.first(self._connection.store, lambda: self._doing("first", waits=False))
 
