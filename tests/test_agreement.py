@@ -95,7 +95,7 @@ def test_an_error_that_the_first_catches_is_one_for_those_who_wait(launch: Launc
                         raise ValueError("no data")
             except ValueError:
                 return "caught"
-            except unisono.MismatchError as error:
+            except unisono.TransportError as error:
                 return str(error)
         return "nothing"
 
