@@ -106,8 +106,10 @@ def test_a_worker_that_gets_sigterm_ends_and_so_does_the_job(run_script):
 
         with connect(detect()) as connection:
             if connection.rank == 1:
+                connection.store.get("waiting")
                 os.kill(os.getpid(), signal.SIGTERM)
             try:
+                connection.store.set("waiting", "")
                 connection.store.get("never")
             finally:
                 print("cleaned up")
