@@ -1,10 +1,12 @@
 """Memory that a step frees stays with the process."""
 
+import pytest
+
 from unisono.cluster.environment import sets_allocator
 
 
-def faults_of_second_step() -> tuple[int, int]:
-    """Return page faults of two equal rounds of 16 blocks, before and after the process keeps its memory."""
+def faults_of_equal_steps() -> tuple[int, list[int]]:
+    """Return page faults of a round of 16 blocks, and of eight more once the process keeps its memory."""
     import resource
 
     import torch
@@ -20,13 +22,32 @@ def faults_of_second_step() -> tuple[int, int]:
     allocate()
     faulting = allocate()
     assert keep_freed_memory()
-    allocate()
-    return faulting, allocate()
+    return faulting, [allocate() for _ in range(8)]
 
 
-def test_the_second_step_finds_its_memory_again(launch) -> None:
-    ((before, after),) = launch(faults_of_second_step, 1)
-    assert after < before / 4  # malloc may still ask the system for a block or two where its own don't fit
+def faults_beside_something_else(gap_bytes: int) -> tuple[int, list[int]]:
+    """Return the same where the heap can grow by `gap_bytes` only and has to go on elsewhere."""
+    import ctypes
+    import mmap
+
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = libc.mmap.restype = ctypes.c_void_p
+    end = -(-libc.sbrk(0) // mmap.PAGESIZE) * mmap.PAGESIZE
+    place, page = ctypes.c_void_p(end + gap_bytes), ctypes.c_size_t(mmap.PAGESIZE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+    assert libc.mmap(place, page, 0, flags, -1, ctypes.c_long(0)) == place.value
+    return faults_of_equal_steps()
+
+
+def test_steps_find_their_memory_again(launch) -> None:
+    ((before, after),) = launch(faults_of_equal_steps, 1)
+    assert min(after) < before / 100, after  # at first blocks may not fit where others were
+
+
+@pytest.mark.parametrize("gap_mb", [0, 30, 47])
+def test_steps_find_their_memory_again_where_the_heap_is_in_pieces(launch, gap_mb: int) -> None:
+    ((before, after),) = launch(faults_beside_something_else, 1, gap_mb * 2**20)
+    assert min(after) < before / 100, after
 
 
 def test_a_users_own_choice_of_allocator_is_left_alone() -> None:
