@@ -120,6 +120,11 @@ def masters(run: unisono.Run, update: Update) -> Outcome:
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     replica = run.replicate(model, optimizer, update=update, master_weights=True)
+    assert all(
+        replica.shares(master) == (run.world_size > 1 and update == "sharded")
+        for master in optimizer.param_groups[0]["params"]
+        if master.numel()
+    )
     return [losses(run, replica, halves), run.fingerprint(model)]
 
 
@@ -158,9 +163,62 @@ def resumed(run: unisono.Run, update: Update) -> Outcome:
     return outcome
 
 
+def rewritten(run: unisono.Run, update: Update) -> Outcome:
+    """What a script may do to parameters between steps, with a frozen part that is thawed later."""
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    replica = run.replicate(model, optimizer, update=update)
+    kept = copy.deepcopy(model.state_dict())
+    outcome: Outcome = []
+    for step, batch in enumerate(run.load(Rows(), batch_size=4, micro_batches=4)):
+        outcome.append(replica.step(batch, loss_fn).hex())
+        if step == 0:
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.05, 0.05)
+        elif step == 1:
+            model.load_state_dict(kept)
+        elif step == 2:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+        elif step == 3:
+            model.double().float()
+        elif step == 4:
+            model[3].weight.data = model[3].weight.data / 2
+        check_sharing(run, replica, update)
+    return [outcome, run.fingerprint(model), described(replica.state_dict()["optimizers"][0]["state"])]
+
+
+def check_sharing(run: unisono.Run, replica: unisono.Replica, update: Update) -> None:
+    """Check that with a sharded update all parameters are shared, which workers on one host can do."""
+    shared = {replica.shares(p) for p in replica.model.parameters() if p.numel()}
+    assert shared == {run.world_size > 1 and update == "sharded"}
+
+
+def two_of_one_model(run: unisono.Run, update: Update) -> Outcome:
+    model = network()
+    replicas = [
+        run.replicate(model, torch.optim.Adam(part.parameters(), lr=0.01), update=update)
+        for part in (model[0], model)
+    ]
+    outcome: Outcome = []
+    for step, batch in enumerate(run.load(Rows(), batch_size=4, micro_batches=4)):
+        outcome.append(replicas[step % 2].step(batch, loss_fn).hex())
+    return [outcome, run.fingerprint(model)]
+
+
 SCENARIOS = {
     each.__name__: each
-    for each in (optimizers, groups_and_freezing, windows_and_scaling, masters, sparse, resumed)
+    for each in (
+        optimizers,
+        groups_and_freezing,
+        windows_and_scaling,
+        masters,
+        sparse,
+        resumed,
+        rewritten,
+        two_of_one_model,
+    )
 }
 
 

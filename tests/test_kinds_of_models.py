@@ -16,6 +16,7 @@ from kinds_of_models import KINDS, Loss, cross_entropy, mlp, old_weight_norm, sp
 from steps import Line, Part, alone, global_batch
 from unisono.cluster.launch import ForkServer
 from unisono.grid import cut
+from unisono.replica import Update
 
 Launch = Callable[..., list[Any]]
 NUM_STEPS = 3
@@ -30,7 +31,7 @@ def parts(step: int) -> list[Part]:
     ]
 
 
-def train_all(assignment: Any = "even") -> dict[str, list[str]]:
+def train_all(assignment: Any = "even", update: Update = "replicated") -> dict[str, list[str]]:
     """Train every kind for some steps on this worker of a run; return fingerprints and losses."""
     outcomes = {}
     with unisono.join(seed=2, assignment=assignment, observer=lambda event: None) as run:
@@ -40,7 +41,7 @@ def train_all(assignment: Any = "even") -> dict[str, list[str]]:
         for name, (build, loss_fn) in KINDS.items():
             model = build()
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            replica = run.replicate(model, optimizer)
+            replica = run.replicate(model, optimizer, update=update)
             losses = [
                 replica.step(global_batch(parts(step), shares=shares, rank=run.rank), loss_fn).hex()
                 for step in range(NUM_STEPS)
@@ -51,10 +52,11 @@ def train_all(assignment: Any = "even") -> dict[str, list[str]]:
 
 def test_every_kind_is_the_same_on_any_workers(fork_server: ForkServer) -> None:
     (expected,) = fork_server.launch(train_all, 1)
-    for world_size, assignment in [(2, "even"), (2, [1, 3]), (3, "even")]:
-        for rank, found in enumerate(fork_server.launch(train_all, world_size, assignment)):
+    worlds = [(2, "even"), (2, [1, 3]), (3, "even"), (2, "even", "sharded"), (3, [1, 2, 1], "sharded")]
+    for arguments in worlds:
+        for rank, found in enumerate(fork_server.launch(train_all, *arguments)):
             differing = [name for name in KINDS if found[name] != expected[name]]
-            assert not differing, (world_size, assignment, rank)
+            assert not differing, (arguments, rank)
 
 
 @pytest.mark.parametrize("name", KINDS)

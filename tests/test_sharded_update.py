@@ -13,7 +13,7 @@ import scenarios_sharded
 import unisono
 from steps import alone
 from unisono.cluster.launch import ForkServer
-from unisono.errors import UsageError
+from unisono.errors import MismatchError, UsageError
 
 Launch = Callable[..., list[Any]]
 
@@ -48,6 +48,7 @@ def test_each_worker_keeps_its_part_of_the_state(launch: Launch, backend: str) -
                 replica.step(batch, lambda model, rows: model(rows).square().mean())
             held = sum(state["exp_avg"].numel() for state in optimizer.state.values())
             shapes = [list(parameter.shape) for parameter in model.parameters()]
+            assert {replica.shares(p) for p in model.parameters()} == {backend == "shared_memory"}
             return [held, shapes, run.fingerprint(model)]
 
     found = launch(work, 3)
@@ -65,3 +66,47 @@ def test_what_can_not_be_sharded_is_refused() -> None:
             run.replicate(model, update="sharded")
         with pytest.raises(UsageError, match=r"update='zero': expected 'replicated' or 'sharded'"):
             run.replicate(model, torch.optim.SGD(model.parameters()), update="zero")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"share_parameters=True: .* with update='sharded'"):
+            run.replicate(model, torch.optim.SGD(model.parameters()), share_parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "share"), [("gloo", True), ("shared_memory", False), ("shared_memory", True)]
+)
+def test_sharing_can_be_required_and_refused(launch: Launch, backend: str, share: bool) -> None:
+    def work() -> Any:
+        with unisono.join(backend=backend) as run:
+            model = nn.Linear(30, 30)
+            optimizer = torch.optim.AdamW(model.parameters())
+            try:
+                replica = run.replicate(model, optimizer, update="sharded", share_parameters=share)
+            except UsageError as error:
+                return str(error)
+            return {replica.shares(p) for p in model.parameters()}
+
+    if backend == "gloo":
+        assert all("workers have to be on one host" in found for found in launch(work, 2))
+    else:
+        assert launch(work, 2) == [{share}] * 2
+
+
+def test_what_one_worker_writes_in_secret_is_found_at_the_update(launch: Launch) -> None:
+    def work() -> tuple[str, bool]:
+        with unisono.join() as run:
+            model = nn.Linear(30, 30)
+            replica = run.replicate(model, torch.optim.AdamW(model.parameters()), update="sharded")
+            batch = run.batch(lambda number: torch.ones(2, 30), micro_batches=2)
+            before = model.weight.detach().clone()
+            replica.backward(batch, lambda model, rows: model(rows).square().mean())
+            if run.rank == 1:
+                model.bias.data.fill_(3.0)
+            try:
+                replica.update()
+            except MismatchError as error:
+                return str(error), torch.equal(model.weight, before)
+            return "nothing", False
+
+    first, second = launch(work, 2)
+    assert [first[1], second[1]] == [True, True], "nothing was applied"
+    assert "On this rank: none" in first[0]
+    assert "On this rank: bias;" in second[0]

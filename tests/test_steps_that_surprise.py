@@ -277,6 +277,9 @@ def test_the_same_bits_in_another_order_are_other_bits() -> None:
     values = torch.tensor([1.0, 0.0, 0.0, 2.0, 0.5])
     for other in (values.flip(0), values.roll(1), values[:4]):
         assert sum_of_bits([values]) != sum_of_bits([other])
+    for size in (1, 512, 4096, 2**21 + 5):
+        alike = [torch.full((size,), value) for value in (0.0, 1.0, -1.0, 2.0)]
+        assert len({sum_of_bits([each]) for each in alike}) == 4
     assert sum_of_bits([values, values.flip(0)]) != sum_of_bits([values.flip(0), values])
     assert sum_of_bits([values]) == sum_of_bits([values.clone()])
 

@@ -26,3 +26,10 @@ def keep_freed_memory() -> bool:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1),
     ]
     return all(accepted)
+
+
+def give_back_freed_memory() -> None:
+    """Let the kernel have what was freed so far, after something large that won't be needed again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

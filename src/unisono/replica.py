@@ -21,7 +21,7 @@ from unisono.gradients.buffer_policies import Declared
 from unisono.gradients.changes import Changes, first_of, sum_of_bits
 from unisono.gradients.clipping import clip_by_norm, clip_by_value
 from unisono.gradients.master_weights import MasterWeights
-from unisono.gradients.parameters import Named, TrainedParameters, outside_parameters
+from unisono.gradients.parameters import Named, TrainedParameters, named_parameters, outside_parameters
 from unisono.gradients.sharded_update import ShardedUpdate, check_sharded
 from unisono.gradients.snapshot import Snapshot
 from unisono.loss_scale import LossScale, are_finite
@@ -50,6 +50,7 @@ class Settings:
     scaler: torch.amp.GradScaler | None = None
     master_weights: bool = False
     update: Update = "replicated"
+    share_parameters: bool | None = None
     buffers: Declared = field(default_factory=dict)
 
 
@@ -120,10 +121,22 @@ class Replica:
         if settings.update == "sharded":
             check_sharded(self.optimizers)
             self._sharded = ShardedUpdate(
-                lambda: self.optimizers, surroundings.transport, name=str(self.number)
+                lambda: self.optimizers,
+                surroundings.transport,
+                name=str(self.number),
+                frozen=lambda: self._masters.without_one(self._parameters.frozen),
+                share_parameters=settings.share_parameters,
+                is_taken=lambda p: any(
+                    other.shares(p) for other in surroundings.replicas if other is not self
+                ),
+                name_of=self._name_of,
             )
         elif settings.update != "replicated":
             raise UsageError(f"update={settings.update!r}: expected 'replicated' or 'sharded'.")
+        elif settings.share_parameters:
+            raise UsageError(
+                "share_parameters=True: workers that share parameters share the update too, with update='sharded'."
+            )
         self._parameters = TrainedParameters(
             model,
             lambda: self.optimizers,
@@ -154,6 +167,10 @@ class Replica:
                 ],
             )
         )
+        if self._sharded is not None:
+            surroundings.operations.enter("sharing of the parameters", -1, waits=True)
+            self._sharded.share_parameters()
+            surroundings.operations.leave()
 
     @property
     def optimizer(self) -> Any:
@@ -320,6 +337,10 @@ class Replica:
         self._window = None
         self._masters.push()
 
+    def shares(self, parameter: nn.Parameter) -> bool:
+        """Return whether the workers of a host have one copy of `parameter` between them."""
+        return self._sharded is not None and self._sharded.shares(parameter)
+
     def expect_current_values(self) -> None:
         """Take the parameters' values for agreed on: they were just made equal on all workers."""
         self._changes.remember(self._watched())
@@ -335,6 +356,8 @@ class Replica:
     def close(self) -> None:
         """Take everything off the model that was put on it."""
         self._engine.close()
+        if self._sharded is not None:
+            self._sharded.close()
 
     # --- one global batch
 
@@ -452,6 +475,10 @@ class Replica:
                     f"run.replicate(..., master_weights=True) updates float32 copies, from float32 gradients."
                 )
             )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        of_model = self._masters.parameter_of(parameter)
+        return next(name for name, p in named_parameters(self.model, self.optimizers) if p is of_model)
 
     def _watched(self) -> Named:
         """Return the parameters that must be the same on all workers and that no other replica trains."""

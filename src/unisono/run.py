@@ -194,6 +194,7 @@ class Run:
         scaler: torch.amp.GradScaler | None = None,
         master_weights: bool = False,
         update: Update = "replicated",
+        share_parameters: bool | None = None,
         buffers: Declared | None = None,
     ) -> Replica:
         """Train `model` with all workers; they all start from rank 0's weights.
@@ -215,6 +216,11 @@ class Run:
                 part of them, with the same bits, and keep only that part of the optimizers' state; ``state_dict``
                 of the replica is whole, that of the optimizers is not. Optimizers of torch that treat each element
                 alone share out within parameters, others whole parameters; LBFGS can't be sharded.
+            share_parameters: with a sharded update, let the CPU workers of each host have one copy of the parameters
+                between them, frozen ones too. What a script writes to one stays with its worker until the next
+                update, which takes it over if it is the same on all workers, and raises `MismatchError` if not.
+                None shares those that can be: dense ones whose memory no other tensor uses. True makes it an
+                error if one can't be, False gives every worker its own.
             buffers: policies for buffers that micro-batches change differently, by name or by pattern such as
                 ``"*.codebook"``; an exact name goes before patterns. Every micro-batch starts from the value at
                 the start of the step. ``"mean"``: the weighted mean over the micro-batches that changed it, as
@@ -252,6 +258,7 @@ class Run:
             scaler=scaler,
             master_weights=master_weights,
             update=update,
+            share_parameters=share_parameters,
             buffers=buffers,
         )
         replica = Replica(model, optimizer, settings, self._surroundings)

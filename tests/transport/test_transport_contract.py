@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from unisono.errors import TransportError, UsageError, WorkerLostError
+from unisono.transport.memory_files import page_bytes
 from worlds import TRANSPORTS, WORLD_SIZES, alone
 
 WORLDS = [(name, size) for name in TRANSPORTS for size in WORLD_SIZES]
@@ -295,3 +296,36 @@ def test_alone_sums_are_what_they_were_and_abort_is_heard():
             transport.all_reduce(tensor).wait()
 
     alone(1, use)
+
+
+def test_ranks_of_a_host_have_common_memory_or_none_at_all(world):
+    page = page_bytes()
+
+    def use(transport):
+        memory = transport.common_memory(3 * page)
+        if memory is None:
+            return None
+        (near,) = (ranks for ranks in transport.hosts if transport.rank in ranks)
+        word = 1 + near[0]
+
+        def meet():
+            transport.all_reduce(torch.zeros(1)).wait()
+
+        memory.shared[transport.rank] = 1 + transport.rank
+        meet()
+        seen = memory.own[: transport.world_size].tolist()
+        assert seen == [1 + rank if rank in near else 0 for rank in range(transport.world_size)]
+        memory.own[page + 5] = 7
+        meet()
+        memory.shared[page:] = word
+        meet()
+        assert memory.written_pages() == [1]
+        assert memory.own[[page + 4, page + 5, 2 * page]].tolist() == [0, 7, word], "a copy of its page"
+        memory.drop_written()
+        assert memory.written_pages() == []
+        assert memory.own[page:].tolist() == [word] * 2 * page
+        return near
+
+    found = world(use)
+    assert found[0] is None or [rank in near for rank, near in enumerate(found)] == [True] * len(found)
+    assert len({near is None for near in found}) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -67,18 +68,37 @@ class Written:
         return {name: parameter for (name, parameter), before, after in pairs if before != after}
 
 
-def sum_of_bits(parameters: Iterable[Tensor]) -> int:
-    """Return a number that differs where values do, for all practical purposes. Reads each once."""
+def sum_of_bits(tensors: Iterable[Tensor]) -> int:
+    """Return a number below 2^63 that differs where values do, for all practical purposes; 0 of nothing.
+
+    Reads each once. Sums of 32-bit words, each times a number of 64 bits drawn for its place: with less regular ones
+    than these, words that all change alike, as by a sign or from 0 to 1, may cancel out.
+    """
     total = 0
-    for index, parameter in enumerate(parameters):
-        flat = parameter.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         end = flat.numel() // 4 * 4
-        for words in torch.split(flat[:end].view(torch.int32), 2**24):
-            # Times odd numbers, modulo 2^32, so that the same words in another order give another sum.
-            places = 2 * torch.arange(len(words), dtype=torch.int32, device=words.device) + 1
-            total = 31 * total + (index + 1) * int((words * places).sum(dtype=torch.int64))
-        total = 31 * total + int(flat[end:].sum(dtype=torch.int64))
-    return total % 2**63
+        for words in torch.split(flat[:end].view(torch.int32), _WORDS_AT_ONCE):
+            factors = _factors(words.device)
+            whole = len(words) // len(factors) * len(factors)
+            rest = words[whole:]
+            sums = (words[:whole].view(-1, len(factors)) * factors).sum(1).tolist()
+            for each in (*sums, int((rest * factors[: len(rest)]).sum())):
+                total = (total * _ODD + each + 1) % 2**64
+        total = (total * _ODD + int.from_bytes(bytes(flat[end:].tolist()), "little") + 1) % 2**64
+    return total >> 1
+
+
+_ODD = 0x9E3779B97F4A7C15
+_WORDS_AT_ONCE = 2**20
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Return 2^16 odd numbers, drawn once and for all."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (2**16,), generator=generator, dtype=torch.int64)
+    return (drawn | 1).to(device)
 
 
 def first_of(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.errors import UsageError
 from unisono.gradients.buckets import HALVES
-from unisono.gradients.parameters import Optimizers
+from unisono.gradients.parameters import Named, Optimizers
 
 
 class MasterWeights:
@@ -39,6 +39,11 @@ class MasterWeights:
     def parameter_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that a member of a group stands for."""
         return self._of_master.get(parameter, parameter)
+
+    def without_one(self, named: Named) -> list[nn.Parameter]:
+        """Return the parameters that no master stands for."""
+        having = set(map(id, self._of_master.values()))
+        return [parameter for _, parameter in named if id(parameter) not in having]
 
     def attach(self) -> None:
         """Put masters into all groups in the places of 16-bit parameters."""

@@ -8,7 +8,7 @@ Memory Optimizations Toward Training Trillion Parameter Models", 2020.)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,10 @@ from torch import Tensor, nn, optim
 
 from unisono.collectives.gather import gather_bytes, gather_tensors
 from unisono.errors import UsageError
+from unisono.gradients.layout import flat, is_dense, laid_out_like
 from unisono.gradients.parameters import Optimizers
+from unisono.gradients.part_exchange import PartExchange
+from unisono.gradients.shared_parameters import SharedParameters
 from unisono.gradients.shares import Part, share_out
 from unisono.transport.base import Transport
 
@@ -35,8 +38,7 @@ ELEMENTWISE = (
     optim.SGD,
 )
 """Optimizers that treat every element alone, so that a parameter may be cut. Others update whole parameters."""
-_ALIGNMENT = 64
-_Key = list[tuple[int, bool]]
+_Key = list[tuple[int, bool, bool, torch.dtype]]
 
 
 class ShardedUpdate:
@@ -49,9 +51,26 @@ class ShardedUpdate:
         optimizers: returns those in use now.
         transport: connects all workers.
         name: of the replica, for buffers.
+        frozen: returns parameters that nobody steps, to be shared like those that the optimizers step.
+        share_parameters: whether workers of one host have one copy of the parameters; None is where they can.
+        is_taken: says whether another replica shares a parameter.
+        name_of: returns the name of a parameter.
+
+    Raises:
+        UsageError: `share_parameters` is true, and workers don't see each other's memory.
     """
 
-    def __init__(self, optimizers: Callable[[], Optimizers], transport: Transport, *, name: str) -> None:
+    def __init__(
+        self,
+        optimizers: Callable[[], Optimizers],
+        transport: Transport,
+        *,
+        name: str,
+        frozen: Callable[[], Iterable[nn.Parameter]],
+        share_parameters: bool | None,
+        is_taken: Callable[[nn.Parameter], bool],
+        name_of: Callable[[nn.Parameter], str],
+    ) -> None:
         self._optimizers = optimizers
         self._transport = transport
         self._name = name
@@ -60,10 +79,18 @@ class ShardedUpdate:
         self._shares: tuple[tuple[Part, ...], ...] = ()
         self._own: dict[Tensor, Part] = {}
         self._cut: dict[Tensor, dict[str, Any]] = {}
-        self._kept: dict[int, tuple[object, tuple[list[Tensor], list[Tensor]]]] = {}
+        self._exchanges: list[PartExchange] = []
+        self._common = SharedParameters(
+            transport,
+            lambda: [*self._held(), *frozen()],
+            is_taken=is_taken,
+            name_of=name_of,
+            share=share_parameters,
+        )
 
     def step(self) -> None:
         """Let the optimizers step. *Collective.* *Blocking.*"""
+        self._common.begin()
         self._share_out()
         for optimizer in self._optimizers():
             self._cut_state(optimizer)
@@ -74,7 +101,13 @@ class ShardedUpdate:
         for optimizer in self._optimizers():
             self._note_state(optimizer)
         with torch.no_grad():
-            self._exchange(stepped)
+            for exchange in self._exchanges:
+                exchange.run(stepped)
+        self._common.end()
+        # Also where others have written them, which torch can't know.
+        torch.autograd.graph.increment_version(
+            [p for p, was_stepped in zip(self._parameters, stepped, strict=True) if was_stepped]
+        )
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """Return the states of the optimizers, whole, the same on all workers. *Collective.* *Blocking.*"""
@@ -86,7 +119,28 @@ class ShardedUpdate:
         """Take the optimizers' states for whole: they were just loaded."""
         self._cut.clear()
 
+    def share_parameters(self) -> None:
+        """Let the workers of each host have one copy of the parameters. *Collective.* *Blocking.*
+
+        Raises:
+            UsageError: a parameter can't be shared and has to be.
+        """
+        self._common.place()
+
+    def shares(self, parameter: nn.Parameter) -> bool:
+        """Return whether the workers of a host have one copy of `parameter` through this."""
+        return parameter in self._common
+
+    def close(self) -> None:
+        """Share no parameters any more."""
+        self._common.close()
+
     # --- who has what
+
+    def _held(self) -> Iterator[nn.Parameter]:
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                yield from group["params"]
 
     def _share_out(self) -> None:
         """Follow parameters that came, went or changed their kind. *Collective* if there are any."""
@@ -97,116 +151,89 @@ class ShardedUpdate:
                 for parameter in group["params"]:
                     is_sparse = parameter.grad is not None and parameter.grad.is_sparse
                     parameters.append(parameter)
-                    key.append((id(parameter), cuts and not is_sparse and _is_dense(parameter)))
+                    can_cut = cuts and not is_sparse and is_dense(parameter)
+                    key.append((id(parameter), can_cut, parameter in self._common, parameter.dtype))
         if key == self._key:
             return
         whole = self._whole_state()
         self._parameters, self._key = parameters, key
         sizes = [parameter.numel() for parameter in parameters]
-        self._shares = share_out(sizes, [cuts for _, cuts in key], self._transport.world_size)
+        self._shares = share_out(sizes, [can_cut for _, can_cut, *_ in key], self._transport.world_size)
         self._own = {self._parameters[part.index]: part for part in self._shares[self._transport.rank]}
         self._cut.clear()
-        self._kept.clear()
+        self._new_exchanges()
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
                 held = [parameter for parameter in group["params"] if parameter in whole]
                 optimizer.state.update({parameter: whole[parameter] for parameter in held})
 
+    def _new_exchanges(self) -> None:
+        """Plan who gets whose parts: of shared parameters one worker of every other host, else all."""
+        shared = [parameter in self._common for parameter in self._parameters]
+        transport = self._transport
+
+        def parts_that_are(wanted: bool) -> list[list[Part]]:
+            return [[part for part in parts if shared[part.index] == wanted] for parts in self._shares]
+
+        def others(owner: int) -> list[int]:
+            return [rank for rank in range(transport.world_size) if rank != owner]
+
+        def one_of_each_host(owner: int) -> list[int]:
+            (place,) = (ranks.index(owner) for ranks in transport.hosts if owner in ranks)
+            return [ranks[place % len(ranks)] for ranks in transport.hosts if owner not in ranks]
+
+        self._exchanges = [
+            PartExchange(
+                transport,
+                f"{self._name}/updated",
+                parts_that_are(False),
+                lambda index: self._parameters[index],
+                others,
+            )
+        ]
+        if any(shared):
+            self._exchanges.append(
+                PartExchange(
+                    transport,
+                    f"{self._name}/updated between hosts",
+                    parts_that_are(True),
+                    lambda index: self._target(self._parameters[index]),
+                    one_of_each_host,
+                )
+            )
+
+    def _target(self, parameter: nn.Parameter) -> Tensor:
+        """Return what an update of `parameter` is to write."""
+        shared = self._common.shared(parameter)
+        return parameter.data if shared is None else shared
+
     @contextmanager
     def _showing_parts(self) -> Iterator[None]:
         """Let each parameter be its own part, with that part of its gradient."""
-        hidden = [(each, each.data, each.grad) for each in self._parameters]
-        for parameter, data, gradient in hidden:
-            part = self._own.get(parameter)
-            if gradient is None or (part is not None and _is_whole(part, parameter)):
+        hidden: list[tuple[nn.Parameter, Tensor, Tensor | None, Tensor]] = []
+        for parameter in self._parameters:
+            gradient, part = parameter.grad, self._own.get(parameter)
+            if gradient is None:
                 continue
+            data, shown = parameter.data, None
             parameter.grad = None
             if part is not None:
-                parameter.data = _flat(data)[part.start : part.stop]
-                parameter.grad = _flat(_laid_out_like(gradient, data))[part.start : part.stop]
+                shown, gradient_shown = self._target(parameter), gradient
+                if not _is_whole(part, parameter):
+                    gradient_shown = flat(laid_out_like(gradient, data))[part.start : part.stop]
+                    shown = flat(shown)[part.start : part.stop]
+                parameter.data = shown
+                parameter.grad = gradient_shown
+            hidden.append((parameter, data, shown, gradient))
         try:
             yield
         finally:
-            for parameter, data, gradient in hidden:
-                if parameter.grad is not gradient:
-                    parameter.grad = None
-                    parameter.data = data
-                    parameter.grad = gradient
-
-    # --- exchanging what was updated
-
-    def _exchange(self, stepped: Sequence[bool]) -> None:
-        """Give all workers this one's parts of the parameters that were updated, and take theirs.
-
-        Nobody writes its buffer again before all have come to the next gradient, and so have read it.
-        """
-        transport = self._transport
-        if transport.world_size == 1:
-            return
-        name = f"{self._name}/updated"
-        signal = torch.empty(0, dtype=torch.uint8, device=transport.device)
-        sizes = [self._num_bytes(rank) for rank in range(transport.world_size)]
-        packed = transport.allocate(name, sizes[transport.rank], torch.uint8)
-        places, parts = self._views(transport.rank, packed, stepped)
-        if parts:
-            torch._foreach_copy_(places, parts)
-        sends, receives, arriving = [], [], {}
-        for peer in range(transport.world_size):
-            if peer == transport.rank:
-                continue
-            if transport.maps(peer):
-                sends.append((peer, signal))
-                receives.append((peer, torch.empty_like(signal)))
-                continue
-            arriving[peer] = torch.empty(sizes[peer], dtype=torch.uint8, device=transport.device)
-            sends.append((peer, packed))
-            receives.append((peer, arriving[peer]))
-        transport.start(sends, receives).wait()
-        for peer in range(transport.world_size):
-            if peer == transport.rank:
-                continue
-            buffer = arriving.get(peer)
-            if buffer is None:
-                buffer = transport.peer_view(peer, name)
-                assert buffer is not None, "a peer names its buffer before it says that it is filled"
-            places, parts = self._views(peer, buffer, stepped)
-            if parts:
-                torch._foreach_copy_(parts, places)
-
-    def _num_bytes(self, rank: int) -> int:
-        return sum(_padded(self._part_bytes(part)) for part in self._shares[rank])
-
-    def _part_bytes(self, part: Part) -> int:
-        return (part.stop - part.start) * self._parameters[part.index].element_size()
-
-    def _views(self, rank: int, buffer: Tensor, stepped: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return where a rank's updated parts lie in its buffer, and in this worker's parameters.
-
-        Views cost microseconds each, so they are kept as long as nothing has moved.
-        """
-        addresses = [self._parameters[part.index].data_ptr() for part in self._shares[rank]]
-        signature = (buffer.data_ptr(), addresses, stepped)
-        kept = self._kept.get(rank)
-        if kept is not None and kept[0] == signature:
-            return kept[1]
-        views = self._new_views(rank, buffer, stepped)
-        self._kept[rank] = (signature, views)
-        return views
-
-    def _new_views(
-        self, rank: int, buffer: Tensor, stepped: Sequence[bool]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        places, parts, offset = [], [], 0
-        for part in self._shares[rank]:
-            num_bytes = self._part_bytes(part)
-            if stepped[part.index] and num_bytes:
-                parameter = self._parameters[part.index].detach()
-                place = buffer[offset : offset + num_bytes].view(parameter.dtype)
-                is_dense = _is_dense(parameter)
-                places.append(place if is_dense else place.view(parameter.shape))
-                parts.append(_flat(parameter)[part.start : part.stop] if is_dense else parameter)
-            offset += _padded(num_bytes)
-        return places, parts
+            for parameter, data, shown, gradient in hidden:
+                if shown is not None and parameter.data_ptr() != shown.data_ptr():
+                    shown.copy_(parameter.data)  # the optimizer has put a new tensor in its place
+                parameter.grad = None
+                parameter.data = data
+                parameter.grad = gradient
 
     # --- the state of the optimizers
 
@@ -222,7 +249,7 @@ class ShardedUpdate:
             if not _is_whole(part, parameter):
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                        whole = _flat(_laid_out_like(value, parameter))
+                        whole = flat(laid_out_like(value, parameter))
                         state[name] = whole[part.start : part.stop].clone()
             self._cut[parameter] = state
 
@@ -304,37 +331,11 @@ def _joined(pieces: list[Any], parameter: Tensor) -> Any:
     if not is_cut:
         if not isinstance(first, Tensor):
             return first
-        return _laid_out_like(first, parameter).clone() if first.shape == parameter.shape else first.clone()
+        return laid_out_like(first, parameter).clone() if first.shape == parameter.shape else first.clone()
     whole = torch.empty_like(parameter, dtype=first.dtype)
-    _flat(whole).copy_(torch.cat(pieces))
+    flat(whole).copy_(torch.cat(pieces))
     return whole
 
 
 def _is_whole(part: Part, parameter: Tensor) -> bool:
     return part.start == 0 and part.stop == parameter.numel()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps, in some order."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in the order in which they lie in memory. A view."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def _laid_out_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return `tensor` with its elements in the order in which those of `other` lie in memory."""
-    if tensor.stride() == other.stride():
-        return tensor
-    return torch.empty_like(other, dtype=tensor.dtype).copy_(tensor)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import UsageError
+from unisono.transport.memory_files import CommonMemory
 
 CPU = torch.device("cpu")
 
@@ -111,6 +112,13 @@ class Transport(ABC):
         """Return the buffer that `peer` allocated or published under `key`, or None if it can't be mapped.
 
         To be read only after a message from the peer that says so, and never to be written.
+        """
+        return None
+
+    def common_memory(self, num_bytes: int) -> CommonMemory | None:
+        """Return new memory of zeros that all ranks of this host read and write; None if there can't be any.
+
+        *Collective among the ranks of a host.* *Blocking.* `num_bytes` is at least 1, the same on all.
         """
         return None
 

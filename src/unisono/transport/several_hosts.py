@@ -10,6 +10,7 @@ from torch import Tensor
 from unisono.errors import TransportError
 from unisono.transport.base import Transport, Work
 from unisono.transport.local import Aborted
+from unisono.transport.memory_files import CommonMemory
 from unisono.transport.posted_sums import PostedSums
 
 
@@ -69,6 +70,9 @@ class SeveralHostsTransport(Transport):
 
     def peer_view(self, peer: int, key: str) -> Tensor | None:
         return self._within.peer_view(peer, key) if self.maps(peer) else None
+
+    def common_memory(self, num_bytes: int) -> CommonMemory | None:
+        return self._within.common_memory(num_bytes)
 
     def abort(self, reason: Exception) -> None:
         if self._reason is None:

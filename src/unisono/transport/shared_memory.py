@@ -25,15 +25,16 @@ from unisono.errors import MismatchError, TransportError, WorkerLostError
 from unisono.transport.base import Transport, Work, check_contiguous
 from unisono.transport.forks import close_in_forked_children
 from unisono.transport.local import Aborted
-from unisono.transport.memory_files import Descriptor, map_memory, new_memory
+from unisono.transport.memory_files import CommonMemory, Descriptor, map_memory, new_memory
 from unisono.transport.pair_sockets import connect_pairs
 from unisono.transport.posted_sums import PostedSums
 
 _HEADER = struct.Struct("<BBqq")
 """Kind of packet, channel, and two numbers, according to the kind."""
-_INLINE, _FILED, _FILE, _NAME, _DROP = range(5)
+_INLINE, _FILED, _FILE, _NAME, _DROP, _COMMON = range(6)
 """A message (bytes); a message in a file (bytes); a file to keep (number, bytes); a name for one
-(number, bytes; then dtype and name); the end of a file (number). Files follow in a packet of their own."""
+(number, bytes; then dtype and name); the end of a file (number); a file that all may write (0, bytes). Files follow
+in a packet of their own."""
 _MESSAGES, _SUMS = 0, 1
 """Channels, within which packets keep their order."""
 _INLINE_BYTES = 32 * 1024
@@ -69,6 +70,7 @@ class _Link:
         expected: for each channel tensors that were asked for and have not come.
         files: the peer's files, by number.
         names: what lies in them, by name.
+        common: what it made for all, and nobody has asked for yet.
         announced: a packet whose descriptor comes next: kind, channel, number, bytes.
         lost: why the peer is gone.
     """
@@ -80,6 +82,7 @@ class _Link:
     expected: tuple[deque[_Receipt], ...] = field(default_factory=lambda: (deque(), deque()))
     files: dict[int, Tensor] = field(default_factory=dict)
     names: dict[str, Tensor] = field(default_factory=dict)
+    common: deque[CommonMemory] = field(default_factory=deque)
     announced: tuple[int, int, int, int] | None = None
     lost: str | None = None
 
@@ -185,6 +188,17 @@ class SharedMemoryTransport(Transport):
 
     def peer_view(self, peer: int, key: str) -> Tensor | None:
         return self._links[peer].names.get(key)
+
+    def common_memory(self, num_bytes: int) -> CommonMemory:
+        signal, leader = torch.empty(0), self.ranks[0]
+        if self.rank != leader:
+            self.start([], [(leader, signal)]).wait()
+            return self._links[leader].common.popleft()
+        descriptor, _ = new_memory(num_bytes)
+        self._tell_all([_HEADER.pack(_COMMON, 0, 0, num_bytes)])
+        self._tell_all([b"\0"], descriptor)
+        self.start([(peer, signal) for peer in self._links], []).wait()
+        return CommonMemory(descriptor.number, num_bytes)
 
     def abort(self, reason: Exception) -> None:
         if self._reason is None:
@@ -339,7 +353,7 @@ class SharedMemoryTransport(Transport):
             self._take(link, channel, self._payload[:first], is_lent=True)
         elif kind == _FILED:
             link.announced = (kind, channel, 0, first)
-        elif kind == _FILE:
+        elif kind in (_FILE, _COMMON):
             link.announced = (kind, channel, first, second)
         elif kind == _NAME:
             dtype, _, name = bytes(self._bytes[_HEADER.size : length]).decode().partition(" ")
@@ -357,6 +371,9 @@ class SharedMemoryTransport(Transport):
         try:
             if not descriptors:
                 raise OSError("no descriptor came")
+            if kind == _COMMON:
+                link.common.append(CommonMemory(descriptors[0], num_bytes))
+                return
             memory = map_memory(descriptors[0], num_bytes)
         except OSError as error:
             raise TransportError(
